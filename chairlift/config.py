@@ -1,0 +1,114 @@
+"""Settings of the engine: frozen, checked against one another, and free of torch.
+
+Field names are vLLM's flags where vLLM has them. Every error says what to change.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from chairlift.scheduling.config import SchedulerConfig
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+ATTENTION_BACKENDS = ("auto", "reference", "cpu")
+GIB = 1024**3
+
+
+class ConfigError(ValueError):
+    """Settings that cannot work. The message says what to change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What to load, on what, and how much of it the engine may use.
+
+    Attributes:
+        model: a built-in name ("smollm2"), a hub id, a directory, or a ``.gguf`` file.
+        revision: branch, tag or commit of a hub id.
+        dtype: precision of weights and activations; "auto" takes bfloat16 where the device computes in it, else
+            float32.
+        device: "auto" takes CUDA where there is one.
+        max_model_len: longest sequence in tokens; ``None`` takes the model's own.
+        block_size: tokens in a KV block.
+        gpu_memory_utilization: share of the device's memory to use for weights and KV together; on the CPU, of the
+            memory that is really available, container limits included. ``None`` takes 0.90 on CUDA, 0.50 on the CPU.
+        kv_cache_memory_bytes: bytes of KV cache, instead of a share.
+        swap_space: GiB of host memory for swapped KV blocks.
+        max_num_seqs: most sequences in a step.
+        max_num_batched_tokens: most token rows in a step; ``None`` takes the device's default.
+        tensor_parallel_size: ranks that share the model.
+        enforce_eager: run without captured graphs.
+        attention_backend: "auto" takes the fastest that the device has.
+        num_threads: CPU compute threads; ``None`` takes one for each core this process may use.
+        seed: of the seeds that are drawn for requests without one; ``None`` draws it from the system.
+        step_timeout: seconds without a finished step, while there is work, after which the engine counts as wedged.
+    """
+
+    model: str = "smollm2"
+    revision: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    block_size: int = 16
+    gpu_memory_utilization: float | None = None
+    kv_cache_memory_bytes: int | None = None
+    swap_space: float = 0.0
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int | None = None
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+    attention_backend: str = "auto"
+    num_threads: int | None = None
+    seed: int | None = None
+    step_timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        _one_of("--dtype", self.dtype, DTYPES)
+        _one_of("--device", self.device, DEVICES)
+        _one_of("--attention-backend", self.attention_backend, ATTENTION_BACKENDS)
+        _positive("--max-model-len", self.max_model_len)
+        _positive("--max-num-seqs", self.max_num_seqs)
+        _positive("--max-num-batched-tokens", self.max_num_batched_tokens)
+        _positive("--kv-cache-memory-bytes", self.kv_cache_memory_bytes)
+        _positive("--num-threads", self.num_threads)
+        _positive("--step-timeout", self.step_timeout)
+        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if self.block_size < 1 or self.block_size & (self.block_size - 1):
+            raise ConfigError(f"--block-size must be a power of two, got {self.block_size}")
+        if self.swap_space < 0:
+            raise ConfigError(f"--swap-space must be at least 0 GiB, got {self.swap_space}")
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least --max-num-seqs "
+                f"({self.max_num_seqs}), or a full batch could not decode one token each; raise the first or lower "
+                "the second"
+            )
+        if self.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"--tensor-parallel-size {self.tensor_parallel_size} is not supported yet; use 1"
+                if self.tensor_parallel_size > 1
+                else f"--tensor-parallel-size must be at least 1, got {self.tensor_parallel_size}"
+            )
+
+    def scheduler_config(self, device_max_num_batched_tokens: int) -> SchedulerConfig:
+        """The part that policy needs, with the device's default token budget where none was asked for."""
+        budget = self.max_num_batched_tokens or max(device_max_num_batched_tokens, self.max_num_seqs)
+        return SchedulerConfig(max_num_seqs=self.max_num_seqs, max_num_batched_tokens=budget)
+
+
+def available_cores() -> int:
+    """CPU cores that this process may use: its affinity mask, not what the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _one_of(flag: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{flag} must be one of {', '.join(choices)}; got {value!r}")
+
+
+def _positive(flag: str, value: float | None) -> None:
+    if value is not None and value <= 0:
+        raise ConfigError(f"{flag} must be above 0, got {value}")

@@ -1,0 +1,72 @@
+"""How a front end talks to an engine. The API and the offline ``LLM`` class know this and nothing behind it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from chairlift.engine.executor import Capacity
+from chairlift.scheduling.plan import SequenceDelta, StepRecord
+from chairlift.scheduling.sampling_params import SamplingParams
+
+
+class EngineDeadError(RuntimeError):
+    """The engine has ended, or cannot go on. The message is the cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine's state as of its last word.
+
+    Attributes:
+        running, waiting, swapped: requests in each state.
+        kv_cache_usage: share of the KV blocks owned by requests, 0 to 1.
+        last_step_age: seconds since a step last ended, or since the engine came up.
+        has_work: whether any request is unfinished.
+        alive: whether the engine can still answer.
+        wedged: whether there is work and no step has ended for longer than ``step_timeout``.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    swapped: int = 0
+    kv_cache_usage: float = 0.0
+    last_step_age: float = 0.0
+    has_work: bool = False
+    alive: bool = True
+    wedged: bool = False
+
+
+class AsyncEngineClient(Protocol):
+    """An engine as an asyncio program sees it."""
+
+    @property
+    def capacity(self) -> Capacity:
+        """What fits, and what is loaded."""
+        ...
+
+    def generate(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, priority: int = 0
+    ) -> AsyncIterator[SequenceDelta]:
+        """Runs one sequence (``params.n`` is not looked at: fan out before).
+
+        Yields deltas as steps end; the last has a ``finish_reason``. Closing the iterator early, or cancelling the
+        task that reads it, aborts the request and frees its memory at once.
+
+        Raises:
+            EngineDeadError: the engine ended, before or while this ran.
+        """
+        ...
+
+    def stats(self) -> EngineStats:
+        """Returns the state as last heard. Never blocks."""
+        ...
+
+    def subscribe(self, on_step: Callable[[StepRecord], None]) -> None:
+        """Calls back after each step, on the event loop, with its record; metrics feed on this."""
+        ...
+
+    async def close(self) -> None:
+        """Ends the engine; requests still open get a :class:`EngineDeadError`."""
+        ...

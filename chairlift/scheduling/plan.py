@@ -1,0 +1,192 @@
+"""What one step computes, and what came of it: the whole of what a scheduler and an executor say to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from chairlift.scheduling.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceChunk:
+    """The tokens of one sequence that a step computes: a piece of its prompt, or its newest token.
+
+    The keys and values of ``token_ids[i]`` belong at position ``start + i``, which is slot
+    ``(start + i) % block_size`` of block ``block_table[(start + i) // block_size]``.
+
+    Attributes:
+        request_id: the engine's own id, unique for the life of the engine.
+        token_ids: the tokens to compute, at least one.
+        start: the position of the first of them; everything before it is in the KV cache already.
+        block_table: ids of the blocks that hold the sequence, long enough for every token here. The scheduler's own
+            list, not a copy: valid until this plan is committed.
+        sampling: how to choose the next token from the logits of the last token that is not padding; ``None`` where
+            the prompt is not complete yet, and no token is sampled. Its ``seed`` is never ``None``.
+        num_padding: how many tokens at the end of ``token_ids`` are padding, computed like any other and of no use
+            (static batching only). No real token ever attends to them.
+    """
+
+    request_id: str
+    token_ids: Sequence[int]
+    start: int
+    block_table: Sequence[int]
+    sampling: SamplingParams | None
+    num_padding: int = 0
+
+    @property
+    def sample_position(self) -> int:
+        """The position of the token that is sampled, which with the seed determines its noise."""
+        return self.start + len(self.token_ids) - self.num_padding
+
+
+@dataclass(slots=True)
+class RowCounts:
+    """The token rows of one step by kind. Each computed row is counted once.
+
+    Attributes:
+        prefill: prompt tokens computed for the first time.
+        decode: generated tokens computed for the first time, for a client who still wants the next one.
+        recomputed: tokens computed before, whose keys and values a preemption threw away.
+        padding: rows that fill prompts up to the longest one of a static batch.
+        ended: rows of sequences that have ended, computed on because their static batch has not.
+    """
+
+    prefill: int = 0
+    decode: int = 0
+    recomputed: int = 0
+    padding: int = 0
+    ended: int = 0
+
+    @property
+    def total(self) -> int:
+        """All rows computed."""
+        return self.useful + self.wasted
+
+    @property
+    def useful(self) -> int:
+        """Rows that a client receives or that a prompt needed once."""
+        return self.prefill + self.decode
+
+    @property
+    def wasted(self) -> int:
+        """Rows nobody gains from."""
+        return self.recomputed + self.padding + self.ended
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step, self-contained: an executor needs nothing else and keeps nothing from one step to the next.
+
+    Order inside a step: swap out, swap in, forward, sample.
+
+    Attributes:
+        step: number of the step, from 0.
+        chunks: what to compute, in the order the rows are laid out.
+        rows: the same rows counted by kind.
+        swap_out: (device block, host block) pairs to copy before anything else.
+        swap_in: (host block, device block) pairs to copy next.
+        admitted: ids of the requests that begin (or begin again) in this step.
+        preempted: ids of the requests put aside to make room for this step.
+    """
+
+    step: int
+    chunks: Sequence[SequenceChunk]
+    rows: RowCounts
+    swap_out: Sequence[tuple[int, int]] = ()
+    swap_in: Sequence[tuple[int, int]] = ()
+    admitted: Sequence[str] = ()
+    preempted: Sequence[str] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows in the forward pass, padding included."""
+        return sum(len(c.token_ids) for c in self.chunks)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to execute."""
+        return not self.chunks and not self.swap_out and not self.swap_in
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What an executor returns.
+
+    Attributes:
+        token_ids: one sampled token for each chunk of the plan whose ``sampling`` is set, in plan order.
+        elapsed: seconds that the step took inside the executor; a virtual clock moves by this much.
+    """
+
+    token_ids: Sequence[int]
+    elapsed: float
+
+
+@dataclass(slots=True)
+class RequestTiming:
+    """When the stages of one request's life began, in seconds of the engine's clock; ``None`` where it never did.
+
+    Attributes:
+        arrival: the engine was told of it.
+        admitted: first planned into a step.
+        first_token: its first token was sampled.
+        finished: it ended.
+        preemptions: how often it was put aside.
+        cached_tokens: prompt tokens taken from the prefix cache when it was first admitted.
+    """
+
+    arrival: float
+    admitted: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    preemptions: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceDelta:
+    """New tokens of one request, and whether they are its last.
+
+    Attributes:
+        request_id: the engine's own id.
+        token_ids: tokens generated since the last delta; empty only where an end brings no token.
+        finish_reason: ``None`` while it goes on; else "stop", "length", "abort" or "error".
+        stop_reason: the token id that ended it, where one of the request's own ``stop_token_ids`` did.
+        error: what went wrong, where the reason is "error".
+        timing: set on the last delta.
+    """
+
+    request_id: str
+    token_ids: Sequence[int] = ()
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    error: str | None = None
+    timing: RequestTiming | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What one step did, small enough to keep for every step.
+
+    Attributes:
+        step: number of the step.
+        time: when it was planned, in seconds of the engine's clock.
+        elapsed: seconds inside the executor.
+        rows: token rows by kind.
+        running, waiting, swapped: requests in each state after the step.
+        blocks_used, blocks_total: device KV blocks owned by requests after the step, and all there are.
+        admitted, finished, preempted: requests that did so in this step.
+    """
+
+    step: int
+    time: float
+    elapsed: float
+    rows: RowCounts = field(default_factory=RowCounts)
+    running: int = 0
+    waiting: int = 0
+    swapped: int = 0
+    blocks_used: int = 0
+    blocks_total: int = 0
+    admitted: int = 0
+    finished: int = 0
+    preempted: int = 0

@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from chairlift.scheduling.config import SchedulerConfig
-
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "reference", "cpu")
@@ -92,11 +90,6 @@ class EngineConfig:
                 if self.tensor_parallel_size > 1
                 else f"--tensor-parallel-size must be at least 1, got {self.tensor_parallel_size}"
             )
-
-    def scheduler_config(self, device_max_num_batched_tokens: int) -> SchedulerConfig:
-        """The part that policy needs, with the device's default token budget where none was asked for."""
-        budget = self.max_num_batched_tokens or max(device_max_num_batched_tokens, self.max_num_seqs)
-        return SchedulerConfig(max_num_seqs=self.max_num_seqs, max_num_batched_tokens=budget)
 
 
 def available_cores() -> int:

@@ -1,0 +1,1 @@
+"""The loop: plan, execute, commit; and how others talk to it."""

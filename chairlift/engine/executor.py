@@ -15,6 +15,8 @@ class Capacity:
     Attributes:
         num_blocks: KV blocks on the device.
         block_size: tokens in a block.
+        max_num_batched_tokens: the most token rows that a step should have, as asked for or as suits the device.
+        eos_token_ids: any of these ends a sequence.
         num_host_blocks: KV blocks on the host for swapping; 0 where there is no swap space.
         max_model_len: the longest sequence, prompt and output together, in tokens.
         vocab_size: token ids are in [0, vocab_size).
@@ -31,6 +33,8 @@ class Capacity:
     block_size: int
     max_model_len: int
     vocab_size: int
+    max_num_batched_tokens: int = 512
+    eos_token_ids: tuple[int, ...] = ()
     num_host_blocks: int = 0
     model: str = ""
     architecture: str = ""

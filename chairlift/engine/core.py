@@ -1,0 +1,157 @@
+"""The engine's loop: drain inbox, plan, execute, drain aborts, commit, publish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from chairlift.engine.clock import Clock
+from chairlift.engine.executor import Executor
+from chairlift.scheduling.plan import SequenceDelta, StepPlan, StepRecord
+from chairlift.scheduling.request import Request
+from chairlift.scheduling.sampling_params import SamplingParams
+from chairlift.scheduling.scheduler import RequestRefusedError, Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class AddRequest:
+    """A command: run this sequence. ``arrival`` is when it was sent, by the engine's clock."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    arrival: float
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequest:
+    """A command: end this sequence, in whatever state it is. Unknown ids are passed over: it may just have ended."""
+
+    request_id: str
+
+
+Command = AddRequest | AbortRequest
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What one turn of the loop has to tell.
+
+    Attributes:
+        deltas: new tokens, and ends.
+        record: of the step, if one was executed.
+        running, waiting: requests in each state after this turn.
+        blocks_used: KV blocks that requests own after this turn.
+    """
+
+    deltas: list[SequenceDelta] = field(default_factory=list)
+    record: StepRecord | None = None
+    running: int = 0
+    waiting: int = 0
+    blocks_used: int = 0
+
+
+class EngineCore:
+    """One scheduler, one executor, and the thread that owns them both.
+
+    Commands reach it through ``drain``, which is called between steps and once more between a step's execution and its
+    commit: whoever hangs up while a step runs is gone before that step's tokens are handed out, and its blocks are free
+    for the next plan. Nothing else ever touches the scheduler.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Clock,
+        drain: Callable[[], Sequence[Command]],
+        eos_token_ids: Collection[int] = (),
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self._clock = clock
+        self._drain = drain
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._late: list[AddRequest] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished, or has come in and is not queued yet."""
+        return self.scheduler.has_work or bool(self._late)
+
+    def step(self) -> StepOutput:
+        """Runs the loop once; without work it only takes commands."""
+        output = StepOutput()
+        late, self._late = self._late, []
+        self._take_commands([*late, *self._drain()], output)
+        if self.scheduler.has_work:
+            self._run_step(output)
+        output.running = self.scheduler.num_running
+        output.waiting = self.scheduler.num_waiting
+        output.blocks_used = self.scheduler.kv.num_used_blocks
+        return output
+
+    def _run_step(self, output: StepOutput) -> None:
+        started = self._clock.now()
+        plan = self.scheduler.plan(started)
+        if plan.empty:
+            raise RuntimeError(f"nothing to do in step {plan.step} though there is work: the scheduler is stuck")
+        result = self.executor.execute(plan)
+        self._clock.advance(result.elapsed)
+        self._take_aborts(output)
+        committed = self.scheduler.commit(plan, result, self._clock.now())
+        output.deltas.extend(committed)
+        output.record = self._record(plan, started, result.elapsed, committed)
+
+    def _take_commands(self, commands: Sequence[Command], output: StepOutput) -> None:
+        for command in commands:
+            if isinstance(command, AbortRequest):
+                self._abort(command, output)
+            else:
+                self._add(command, output)
+
+    def _take_aborts(self, output: StepOutput) -> None:
+        """Requests that come in while a step runs wait for the next turn; aborts do not."""
+        for command in self._drain():
+            if isinstance(command, AddRequest):
+                self._late.append(command)
+            elif any(late.request_id == command.request_id for late in self._late):
+                self._late = [late for late in self._late if late.request_id != command.request_id]
+            else:
+                self._abort(command, output)
+
+    def _add(self, command: AddRequest, output: StepOutput) -> None:
+        try:
+            self.scheduler.add(
+                Request(
+                    command.request_id,
+                    command.prompt_token_ids,
+                    command.params,
+                    eos_token_ids=self._eos_token_ids,
+                    arrival=command.arrival,
+                    priority=command.priority,
+                )
+            )
+        except RequestRefusedError as refusal:
+            output.deltas.append(SequenceDelta(command.request_id, finish_reason="error", error=str(refusal)))
+
+    def _abort(self, command: AbortRequest, output: StepOutput) -> None:
+        delta = self.scheduler.abort(command.request_id)
+        if delta is not None:
+            output.deltas.append(delta)
+
+    def _record(self, plan: StepPlan, started: float, elapsed: float, committed: Sequence[SequenceDelta]) -> StepRecord:
+        return StepRecord(
+            step=plan.step,
+            time=started,
+            elapsed=elapsed,
+            rows=plan.rows,
+            running=self.scheduler.num_running,
+            waiting=self.scheduler.num_waiting,
+            blocks_used=self.scheduler.kv.num_used_blocks,
+            blocks_total=self.scheduler.kv.num_blocks,
+            admitted=len(plan.admitted),
+            finished=sum(delta.finish_reason is not None for delta in committed),
+            preempted=len(plan.preempted),
+        )

@@ -1,0 +1,103 @@
+"""The engine's own process: so that HTTP, JSON and detokenization never take time from a step.
+
+It shares one pipe with its server. Commands come in, a :class:`StepOutput` goes out after each turn of the loop, all
+pickled. A thread reads the pipe, so that a command never waits for a step to be taken off it; the main thread owns the
+scheduler and runs the loop.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from chairlift.config import EngineConfig
+from chairlift.engine.build import build_core
+from chairlift.engine.core import Command, EngineCore
+from chairlift.engine.executor import Capacity
+
+STOP = None  # the last command
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The engine is loaded and takes requests."""
+
+    capacity: Capacity
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The engine ends. ``expected`` says that the message alone tells the user what to change."""
+
+    message: str
+    expected: bool = False
+
+
+class _Inbox:
+    """Commands that have come in, in order."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._queue: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._waited_for: list[Command] = []
+        self.stopped = False
+        threading.Thread(target=self._read, name="chairlift-inbox", daemon=True).start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                self._queue.put(self._pipe.recv())
+            except (EOFError, OSError):
+                os._exit(0)  # the server is gone: a step in progress would be for nobody
+
+    def wait(self) -> None:
+        """Blocks until there is a command."""
+        command = self._queue.get()
+        if command is STOP:
+            self.stopped = True
+        else:
+            self._waited_for.append(command)
+
+    def drain(self) -> list[Command]:
+        """Returns what has come in, without waiting."""
+        commands, self._waited_for = self._waited_for, []
+        while not self._queue.empty():
+            command = self._queue.get()
+            if command is STOP:
+                self.stopped = True
+            else:
+                commands.append(command)
+        return commands
+
+
+def run_engine(config: EngineConfig, pipe: Connection) -> None:
+    """Loads the model, then steps until it is told to stop or its server is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server decides what it means
+    inbox = _Inbox(pipe)
+    try:
+        core = build_core(config, inbox.drain)
+    except ValueError as error:  # a ConfigError or ModelError, written for the user
+        pipe.send(Failed(str(error), expected=True))
+        return
+    except Exception as error:
+        pipe.send(Failed(f"{error}\n{traceback.format_exc()}"))
+        return
+    pipe.send(Ready(core.executor.capacity()))
+    try:
+        _loop(core, inbox, pipe)
+    except Exception as error:
+        pipe.send(Failed(f"{error}\n{traceback.format_exc()}"))
+    finally:
+        core.executor.close()
+
+
+def _loop(core: EngineCore, inbox: _Inbox, pipe: Connection) -> None:
+    while not inbox.stopped:
+        if not core.has_work:
+            inbox.wait()
+        pipe.send(core.step())

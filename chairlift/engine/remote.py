@@ -1,0 +1,227 @@
+"""A server's end of an engine that runs in its own process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import multiprocessing
+import random
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from chairlift.config import ConfigError, EngineConfig
+from chairlift.engine.client import EngineDeadError, EngineStats
+from chairlift.engine.core import AbortRequest, AddRequest, Command, StepOutput
+from chairlift.engine.executor import Capacity
+from chairlift.engine.process import STOP, Failed, Ready, run_engine
+from chairlift.scheduling.plan import SequenceDelta, StepRecord
+from chairlift.scheduling.sampling_params import SEED_BITS, SamplingParams
+
+CLOSE_TIMEOUT = 10.0  # seconds that an engine has to end its step before it is killed
+
+
+class _Stream:
+    """Deltas of one request on their way to whoever reads them.
+
+    What a slow reader has not fetched is merged into one delta, so that a stream never holds more than its tokens.
+    """
+
+    def __init__(self) -> None:
+        self._pending: SequenceDelta | None = None
+        self._error: EngineDeadError | None = None
+        self._arrived = asyncio.Event()
+
+    def push(self, delta: SequenceDelta) -> None:
+        if self._pending is not None:
+            delta = replace(delta, token_ids=(*self._pending.token_ids, *delta.token_ids))
+        self._pending = delta
+        self._arrived.set()
+
+    def fail(self, error: EngineDeadError) -> None:
+        self._error = error
+        self._arrived.set()
+
+    async def next(self) -> SequenceDelta:
+        await self._arrived.wait()
+        self._arrived.clear()
+        if self._pending is not None:
+            delta, self._pending = self._pending, None
+            if self._error is not None:
+                self._arrived.set()
+            return delta
+        assert self._error is not None  # noqa: S101 - only these two set the event
+        raise self._error
+
+
+class RemoteEngine:
+    """An :class:`AsyncEngineClient` whose engine is a child process.
+
+    :meth:`start` blocks until the model is loaded and can be called before there is an event loop; everything else
+    belongs to one event loop. If the child dies, or this process does, the other one notices at once by the pipe.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._seeds = random.Random(config.seed)  # noqa: S311 - noise for sampling, not a secret
+        self._ids = itertools.count()
+        self._streams: dict[str, _Stream] = {}
+        self._subscribers: list[Callable[[StepRecord], None]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._death: str | None = None
+        self._capacity: Capacity | None = None
+        self._last = StepOutput()
+        self._last_step = self._busy_since = time.monotonic()
+        context = multiprocessing.get_context("spawn")
+        self._pipe, engine_end = context.Pipe()
+        self._process = context.Process(
+            target=run_engine, args=(config, engine_end), name="chairlift-engine", daemon=True
+        )
+        self._engine_end = engine_end
+
+    @classmethod
+    def start(cls, config: EngineConfig) -> RemoteEngine:
+        """Starts an engine process and waits until it is ready.
+
+        Raises:
+            ConfigError: the settings or the model cannot work; the message says what to change.
+            EngineDeadError: the engine ended otherwise while loading.
+        """
+        engine = cls(config)
+        engine._process.start()
+        engine._engine_end.close()  # the child has its own copy; with this one open its end would never be seen
+        try:
+            message = engine._pipe.recv()
+        except (EOFError, OSError):
+            raise EngineDeadError(f"the engine process ended while loading ({engine._exit_status()})") from None
+        if isinstance(message, Failed):
+            engine._process.join()
+            raise ConfigError(message.message) if message.expected else EngineDeadError(message.message)
+        assert isinstance(message, Ready)  # noqa: S101
+        engine._capacity = message.capacity
+        engine._last_step = time.monotonic()
+        threading.Thread(target=engine._read, name="chairlift-outputs", daemon=True).start()
+        return engine
+
+    @property
+    def capacity(self) -> Capacity:
+        """What fits, and what is loaded."""
+        if self._capacity is None:
+            raise EngineDeadError("the engine is not loaded")
+        return self._capacity
+
+    @property
+    def pid(self) -> int | None:
+        """The engine's process id."""
+        return self._process.pid
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, priority: int = 0
+    ) -> AsyncIterator[SequenceDelta]:
+        """Runs one sequence; see :class:`AsyncEngineClient`."""
+        self._loop = asyncio.get_running_loop()
+        if self._death is not None:
+            raise EngineDeadError(self._death)
+        if params.seed is None:
+            params = replace(params, seed=self._seeds.getrandbits(SEED_BITS))
+        request_id = str(next(self._ids))
+        if not self._streams:
+            self._busy_since = time.monotonic()
+        stream = self._streams[request_id] = _Stream()
+        finished = False
+        try:
+            self._send(AddRequest(request_id, prompt_token_ids, params, time.monotonic(), priority))
+            while not finished:
+                delta = await stream.next()
+                finished = delta.finish_reason is not None
+                yield delta
+        finally:
+            del self._streams[request_id]
+            if not finished and self._death is None:
+                self._send(AbortRequest(request_id))
+
+    def stats(self) -> EngineStats:
+        """Returns the state as last heard. Never blocks."""
+        now = time.monotonic()
+        last = self._last
+        has_work = bool(self._streams)
+        stalled = now - max(self._last_step, self._busy_since)
+        return EngineStats(
+            running=last.running,
+            waiting=last.waiting,
+            kv_cache_usage=last.blocks_used / self.capacity.num_blocks,
+            last_step_age=now - self._last_step,
+            has_work=has_work,
+            alive=self._death is None,
+            wedged=has_work and stalled > self._config.step_timeout,
+        )
+
+    def subscribe(self, on_step: Callable[[StepRecord], None]) -> None:
+        """Calls back after each step, on the event loop, with its record."""
+        self._subscribers.append(on_step)
+
+    async def close(self) -> None:
+        """Ends the engine; requests still open get an :class:`EngineDeadError`."""
+        self._die("the engine is shut down")
+        with contextlib.suppress(OSError):
+            self._pipe.send(STOP)
+        await asyncio.get_running_loop().run_in_executor(None, self._end_process)
+
+    def _end_process(self) -> None:
+        self._process.join(CLOSE_TIMEOUT)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def _send(self, command: Command) -> None:
+        try:
+            self._pipe.send(command)
+        except OSError:
+            self._die(f"the engine process ended ({self._exit_status()})")
+
+    def _exit_status(self) -> str:
+        self._process.join(1.0)
+        code = self._process.exitcode
+        return f"signal {-code}" if code is not None and code < 0 else f"exit status {code}"
+
+    # ---- from the engine; the reader thread only passes on ----
+
+    def _read(self) -> None:
+        while True:
+            try:
+                message: Any = self._pipe.recv()
+            except (EOFError, OSError):
+                message = Failed(f"the engine process ended ({self._exit_status()})")
+            try:
+                loop = self._loop
+                if loop is None:
+                    self._receive(message)
+                else:
+                    loop.call_soon_threadsafe(self._receive, message)
+            except RuntimeError:
+                return  # the event loop is closed: nobody is left to tell
+            if isinstance(message, Failed):
+                return
+
+    def _receive(self, message: StepOutput | Failed) -> None:
+        if isinstance(message, Failed):
+            self._die(message.message)
+            return
+        self._last = message
+        for delta in message.deltas:
+            stream = self._streams.get(delta.request_id)
+            if stream is not None:  # else its reader has gone
+                stream.push(delta)
+        if message.record is not None:
+            self._last_step = time.monotonic()
+            for on_step in self._subscribers:
+                on_step(message.record)
+
+    def _die(self, cause: str) -> None:
+        if self._death is None:
+            self._death = cause
+            for stream in self._streams.values():
+                stream.fail(EngineDeadError(cause))

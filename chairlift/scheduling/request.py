@@ -1,0 +1,142 @@
+"""The life of one sequence, told by two numbers: how many tokens it has, and how many are computed.
+
+There is no prefill phase and no decode phase. A step gives a request some of the ``num_tokens − num_computed_tokens``
+that it lacks: many while its prompt is new, one once it generates. A preempted request is then nothing special, only a
+longer prompt.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Sequence
+
+from chairlift.scheduling.plan import RequestTiming, RowCounts
+from chairlift.scheduling.sampling_params import SamplingParams
+
+
+class Status(enum.IntEnum):
+    """Where a request stands. Ordered: everything above ``RUNNING`` has ended."""
+
+    WAITING = 0  # never planned yet
+    PREEMPTED = 1  # was running; its blocks were taken, and it waits to be computed again
+    RUNNING = 2  # owns blocks
+    FINISHED_STOP = 3
+    FINISHED_LENGTH = 4
+    FINISHED_ABORT = 5
+
+    @property
+    def finished(self) -> bool:
+        """Whether the request has ended, for whatever reason."""
+        return self > Status.RUNNING
+
+
+FINISH_REASONS = {Status.FINISHED_STOP: "stop", Status.FINISHED_LENGTH: "length", Status.FINISHED_ABORT: "abort"}
+
+
+class Request:
+    """One sequence: a prompt, and the tokens generated so far.
+
+    Attributes:
+        request_id: the engine's own, never a client's.
+        params: how to sample and when to stop; ``params.seed`` is set.
+        order: its place among all requests ever added; ties of every kind are broken by it.
+        token_ids: prompt and output together.
+        num_prompt_tokens: how many of them are prompt.
+        max_tokens: how long ``token_ids`` may become.
+        num_computed_tokens: tokens whose keys and values are in the cache.
+        num_once_computed: the most that ever were; rows below it are computed a second time after a preemption.
+        status: where it stands.
+        timing: when its stages began.
+    """
+
+    __slots__ = (
+        "request_id",
+        "params",
+        "order",
+        "priority",
+        "token_ids",
+        "num_prompt_tokens",
+        "max_tokens",
+        "num_computed_tokens",
+        "num_once_computed",
+        "status",
+        "timing",
+        "_stop_token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        eos_token_ids: Collection[int] = (),
+        arrival: float = 0.0,
+        priority: int = 0,
+    ) -> None:
+        if not prompt_token_ids:
+            raise ValueError("a prompt needs at least one token")
+        if params.seed is None:
+            raise ValueError("params.seed must be set before a request is made: sampling keeps no state of its own")
+        self.request_id = request_id
+        self.params = params
+        self.order = 0
+        self.priority = priority
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.max_tokens = self.num_prompt_tokens
+        self.num_computed_tokens = 0
+        self.num_once_computed = 0
+        self.status = Status.WAITING
+        self.timing = RequestTiming(arrival)
+        self._stop_token_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            self._stop_token_ids |= frozenset(eos_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequence so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_missing_tokens(self) -> int:
+        """Tokens that must be computed before the next one can be sampled; at least 1 while unfinished."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def decoding(self) -> bool:
+        """Whether only the newest token is missing, and it was generated."""
+        return self.num_missing_tokens == 1 and len(self.token_ids) > self.num_prompt_tokens
+
+    def count_rows(self, rows: RowCounts, start: int, count: int) -> None:
+        """Adds the rows for positions ``start`` to ``start + count`` to ``rows``, each under its kind."""
+        again = max(0, min(start + count, self.num_once_computed) - start)
+        prompt = max(0, min(start + count, self.num_prompt_tokens) - start - again)
+        rows.recomputed += again
+        rows.prefill += prompt
+        rows.decode += count - again - prompt
+
+    def mark_computed(self, num_tokens: int) -> None:
+        """Notes that the keys and values of the first ``num_tokens`` tokens are in the cache."""
+        self.num_computed_tokens = num_tokens
+        self.num_once_computed = max(self.num_once_computed, num_tokens)
+
+    def append(self, token_id: int) -> bool:
+        """Takes a sampled token and returns whether it is the last one, with ``status`` set to say why."""
+        self.token_ids.append(token_id)
+        if token_id in self._stop_token_ids:
+            self.status = Status.FINISHED_STOP
+        elif len(self.token_ids) >= self.max_tokens:
+            self.status = Status.FINISHED_LENGTH
+        return self.status.finished
+
+    def stop_reason(self) -> int | None:
+        """The token that ended it, where the request itself named that token."""
+        last = self.token_ids[-1]
+        return last if self.status is Status.FINISHED_STOP and last in self.params.stop_token_ids else None
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id}, {self.status.name}, prompt {self.num_prompt_tokens}, "
+            f"computed {self.num_computed_tokens} of {self.num_tokens}, at most {self.max_tokens})"
+        )

@@ -1,0 +1,149 @@
+"""Random lives of a scheduler: arrivals, steps, aborts at every moment, executors that fail, pools far too small."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.checking_executor import EOS, CheckingExecutor, ExecutorFailure, continuation
+
+from chairlift import SamplingParams
+from chairlift.scheduling.config import SchedulerConfig
+from chairlift.scheduling.continuous import ContinuousScheduler
+from chairlift.scheduling.kv.manager import KVManager
+from chairlift.scheduling.plan import StepPlan
+from chairlift.scheduling.request import Request, Status
+from chairlift.scheduling.scheduler import RequestRefusedError
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(1, 24),
+        block_size=st.sampled_from([1, 2, 4]),
+        max_num_seqs=st.integers(1, 6),
+        extra_budget=st.integers(0, 12),
+    )
+    def start(self, num_blocks: int, block_size: int, max_num_seqs: int, extra_budget: int) -> None:
+        self.config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_seqs + extra_budget)
+        self.kv = KVManager(num_blocks, block_size)
+        self.scheduler = ContinuousScheduler(self.config, self.kv, max_model_len=60)
+        self.executor = CheckingExecutor(num_blocks, block_size)
+        self.requests: dict[str, Request] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.open: set[str] = set()
+        self.now = 0.0
+
+    @rule(prompt=st.lists(st.integers(0, 5), min_size=1, max_size=40), max_tokens=st.integers(1, 20), seed=st.integers(0, 9))
+    def add(self, prompt: list[int], max_tokens: int, seed: int) -> None:
+        request_id = f"r{len(self.requests)}"
+        request = Request(
+            request_id, prompt, SamplingParams(max_tokens=max_tokens, seed=seed), eos_token_ids=(EOS,), arrival=self.now
+        )
+        capacity = self.kv.num_blocks * self.kv.block_size
+        longest = min(60, len(prompt) + max_tokens)
+        if longest - 1 > capacity:
+            with pytest.raises(RequestRefusedError):
+                self.scheduler.add(request)
+            return
+        self.scheduler.add(request)
+        self.requests[request_id] = request
+        self.outputs[request_id] = []
+        self.open.add(request_id)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self._abort(data.draw(st.sampled_from(sorted(self.open))))
+
+    @rule()
+    def abort_unknown(self) -> None:
+        assert self.scheduler.abort("nobody") is None
+
+    @precondition(lambda self: self.open)
+    @rule(count=st.integers(1, 4))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            if self.scheduler.has_work:
+                self._step()
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def step_with_abort_in_flight(self, data: st.DataObject) -> None:
+        self._step(aborted_in_flight=data.draw(st.sampled_from(sorted(self.open))))
+
+    @precondition(lambda self: self.open)
+    @rule()
+    def executor_fails(self) -> None:
+        """The plan is never committed, and the next one makes up for it."""
+        plan = self.scheduler.plan(self.now)
+        self._check(plan, self._decoding())
+        self.executor.fail_next = True
+        with pytest.raises(ExecutorFailure):
+            self.executor.execute(plan)
+
+    def _decoding(self) -> set[str]:
+        return {r.request_id for r in self.requests.values() if r.status is Status.RUNNING and r.decoding}
+
+    def _step(self, aborted_in_flight: str | None = None) -> None:
+        decoding = self._decoding()
+        plan = self.scheduler.plan(self.now)
+        self._check(plan, decoding)
+        result = self.executor.execute(plan)
+        self.now += result.elapsed
+        if aborted_in_flight is not None:
+            self._abort(aborted_in_flight)
+        for delta in self.scheduler.commit(plan, result, self.now):
+            assert delta.request_id in self.open
+            self.outputs[delta.request_id].extend(delta.token_ids)
+            if delta.finish_reason is not None:
+                self.open.remove(delta.request_id)
+                self._check_finished(delta.request_id, delta.finish_reason)
+
+    def _abort(self, request_id: str) -> None:
+        delta = self.scheduler.abort(request_id)
+        assert delta is not None
+        assert delta.finish_reason == "abort"
+        self.open.remove(request_id)
+
+    def _check(self, plan: StepPlan, decoding: set[str]) -> None:
+        planned = [chunk.request_id for chunk in plan.chunks]
+        assert planned
+        assert len(planned) == len(set(planned)) <= self.config.max_num_seqs
+        assert plan.num_tokens == plan.rows.total <= self.config.max_num_batched_tokens
+        assert decoding <= set(planned) | set(plan.preempted), "a decoding request was passed over"
+        assert not (plan.preempted and plan.admitted), "admitted in a step in which memory ran out"
+        assert not set(planned) & set(plan.preempted)
+
+    def _check_finished(self, request_id: str, reason: str) -> None:
+        request = self.requests[request_id]
+        longest = min(request.params.max_tokens, 60 - request.num_prompt_tokens)
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        expected = continuation(prompt, request.params.seed, longest)
+        assert self.outputs[request_id] == expected
+        assert reason == ("stop" if expected[-1] == EOS else "length")
+
+    @invariant()
+    def books_add_up(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.scheduler.check_integrity()
+            assert self.scheduler.has_work == bool(self.open)
+
+    def teardown(self) -> None:
+        """Every request ends, in a number of steps that the work itself bounds, and gives its memory back."""
+        if not hasattr(self, "scheduler"):
+            return
+        steps = 0
+        while self.scheduler.has_work:
+            self._step()
+            self.scheduler.check_integrity()
+            steps += 1
+            assert steps < 20_000, "no end in sight"
+        assert not self.open
+        assert self.kv.num_used_blocks == 0
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(
+    max_examples=400, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

@@ -1,0 +1,179 @@
+"""What Prometheus scrapes: the state of the engine, its steps, and how each sequence fared.
+
+Names, labels and buckets are vLLM's under a prefix of our own, so that a dashboard made for it needs one replacement:
+https://docs.vllm.ai/en/latest/usage/metrics.html. Latencies are a client's: their clock starts when the server has
+read the request, and a token counts when its text is ready to send.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+
+from chairlift.engine.client import EngineStats
+from chairlift.scheduling.plan import RowCounts, StepRecord
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+FINISH_REASONS = ("stop", "length", "abort", "error")
+ROW_KINDS = tuple(f.name for f in fields(RowCounts))
+
+# fmt: off
+TTFT_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
+    640.0, 2560.0,
+)
+TOKEN_TIME_BUCKETS = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)
+REQUEST_TIME_BUCKETS = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0,
+    7680.0,
+)
+# fmt: on
+STEP_TOKENS_BUCKETS = tuple(2**i for i in (0, *range(3, 15)))
+
+
+class EngineMetrics:
+    """The metrics of one engine, in a registry of their own.
+
+    Args:
+        model_name: the value of the label ``model_name``.
+        max_model_len: the longest sequence in tokens, which bounds the buckets of the token counts.
+        clock: seconds, as :func:`time.monotonic`.
+    """
+
+    def __init__(self, model_name: str, max_model_len: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.registry = CollectorRegistry()
+        self.clock = clock
+        self._model_name = model_name
+        self._running = self._gauge("num_requests_running", "Sequences in the batch.")
+        self._waiting = self._gauge("num_requests_waiting", "Sequences that wait to be admitted.")
+        self._swapped = self._gauge("num_requests_swapped", "Sequences whose KV cache is in host memory.")
+        self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all of them.")
+        self._preemptions = self._counter("num_preemptions", "Sequences put aside to make room for others.")
+        self._step_tokens = self._histogram("iteration_tokens_total", "Token rows in a step.", STEP_TOKENS_BUCKETS)
+        self._busy = self._counter("step_seconds", "Seconds spent computing steps.")
+        rows = Counter(
+            "chairlift:step_rows",
+            "Token rows computed, by kind; only prefill and decode are of use to a client.",
+            ("model_name", "kind"),
+            registry=self.registry,
+        )
+        self._rows = {kind: rows.labels(model_name, kind) for kind in ROW_KINDS}
+
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of sequences that got a token.")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        success = Counter(
+            "chairlift:request_success",
+            "Sequences that ended, by how.",
+            ("model_name", "finished_reason"),
+            registry=self.registry,
+        )
+        self.finished = {reason: success.labels(model_name, reason) for reason in FINISH_REASONS}
+        self.ttft = self._histogram("time_to_first_token_seconds", "Seconds to the first token.", TTFT_BUCKETS)
+        self.itl = self._histogram(
+            "inter_token_latency_seconds", "Seconds between one arrival of tokens and the next.", TOKEN_TIME_BUCKETS
+        )
+        self.tpot = self._histogram(
+            "request_time_per_output_token_seconds", "Mean seconds a token after the first.", TOKEN_TIME_BUCKETS
+        )
+        self.e2e = self._histogram("e2e_request_latency_seconds", "Seconds to the end.", REQUEST_TIME_BUCKETS)
+        self.queue = self._histogram(
+            "request_queue_time_seconds", "Seconds before the first step.", REQUEST_TIME_BUCKETS
+        )
+        counts = _one_two_five(max_model_len)
+        self.request_prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a sequence.", counts)
+        self.request_generation = self._histogram("request_generation_tokens", "Tokens generated for one.", counts)
+
+    def on_step(self, record: StepRecord) -> None:
+        """Counts a step; for :meth:`AsyncEngineClient.subscribe`."""
+        self._step_tokens.observe(record.rows.total)
+        self._busy.inc(record.elapsed)
+        if record.preempted:
+            self._preemptions.inc(record.preempted)
+        for kind, counter in self._rows.items():
+            if count := getattr(record.rows, kind):
+                counter.inc(count)
+
+    def begin(self, prompt_tokens: int) -> SequenceMetrics:
+        """Starts the clock of one sequence."""
+        return SequenceMetrics(self, prompt_tokens)
+
+    def render(self, stats: EngineStats) -> bytes:
+        """Returns every metric in Prometheus' text format, the engine's state as ``stats`` says."""
+        self._running.set(stats.running)
+        self._waiting.set(stats.waiting)
+        self._swapped.set(stats.swapped)
+        self._kv_usage.set(stats.kv_cache_usage)
+        return generate_latest(self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"chairlift:{name}", text, ("model_name",), registry=self.registry).labels(self._model_name)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"chairlift:{name}", text, ("model_name",), registry=self.registry).labels(self._model_name)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        metric = Histogram(f"chairlift:{name}", text, ("model_name",), registry=self.registry, buckets=buckets)
+        return metric.labels(self._model_name)
+
+
+class SequenceMetrics:
+    """The clock and the counts of one sequence, from arrival to its end, which is counted once."""
+
+    def __init__(self, metrics: EngineMetrics, prompt_tokens: int) -> None:
+        self._metrics = metrics
+        self._prompt_tokens = prompt_tokens
+        self._generated = 0
+        self._arrival = metrics.clock()
+        self._first = self._last = self._arrival
+        self._ended = False
+
+    def on_tokens(self, count: int) -> None:
+        """Counts tokens that arrived just now, at least one."""
+        metrics, now = self._metrics, self._metrics.clock()
+        if self._generated:
+            metrics.itl.observe(now - self._last)
+        else:
+            self._first = now
+            metrics.ttft.observe(now - self._arrival)
+            metrics.prompt_tokens.inc(self._prompt_tokens)
+        self._last = now
+        self._generated += count
+        metrics.generation_tokens.inc(count)
+
+    def on_end(self, finish_reason: str, queued_seconds: float | None = None) -> None:
+        """Counts the end, the first time it is called.
+
+        Args:
+            finish_reason: one of :data:`FINISH_REASONS`.
+            queued_seconds: from arrival to the first step, where that is known.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        metrics = self._metrics
+        metrics.finished[finish_reason].inc()
+        metrics.e2e.observe(metrics.clock() - self._arrival)
+        metrics.request_prompt.observe(self._prompt_tokens)
+        metrics.request_generation.observe(self._generated)
+        if self._generated > 1:
+            metrics.tpot.observe((self._last - self._first) / (self._generated - 1))
+        if queued_seconds is not None:
+            metrics.queue.observe(queued_seconds)
+
+
+def _one_two_five(limit: int) -> list[float]:
+    """1, 2, 5, 10, 20, 50, … up to ``limit``."""
+    buckets: list[float] = []
+    power = 1
+    while True:
+        for step in (1, 2, 5):
+            if step * power > limit:
+                return buckets
+            buckets.append(step * power)
+        power *= 10

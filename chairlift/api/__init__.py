@@ -1,0 +1,1 @@
+"""The OpenAI API over HTTP. See ``app.py`` for the routes."""

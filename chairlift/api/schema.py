@@ -73,9 +73,12 @@ def _prompts(value: object) -> list[TextOrTokens]:
     """Takes the four forms of a prompt apart; by hand, because they can be long and a union's errors are unreadable."""
     if isinstance(value, str) or (isinstance(value, list) and value and _all_ints(value)):
         return [value]
-    if isinstance(value, list) and value:
-        if all(type(item) is str for item in value) or all(type(item) is list and _all_ints(item) for item in value):
-            return value
+    if (
+        isinstance(value, list)
+        and value
+        and (all(type(item) is str for item in value) or all(type(item) is list and _all_ints(item) for item in value))
+    ):
+        return value
     raise PydanticCustomError(
         "prompt", "should be a string, a list of strings, a list of token ids, or a list of lists of token ids"
     )

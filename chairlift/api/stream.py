@@ -81,6 +81,7 @@ class EventStream(Response):
         self._chunks = chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends it all, or as much as the client waits for."""
         try:
             await unless_disconnected(receive, self._send_all(scope, receive, send))
         except ClientDisconnect:

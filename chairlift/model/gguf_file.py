@@ -1,0 +1,150 @@
+"""The container format of a ``.gguf`` file: metadata, and where each tensor's bytes lie. Free of torch.
+
+Layout, all little-endian (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)::
+
+    "GGUF"  version u32  tensor count u64  metadata count u64
+    metadata:      key, value type u32, value
+    tensor infos:  name, number of dimensions u32, dimensions u64 (innermost first), type u32, offset u64
+    padding to general.alignment (32 where absent), then the tensors at their offsets from here
+
+The ``gguf`` package has a reader too; it makes an array object of every string of the vocabulary, which takes seconds
+where this takes a tenth of one, and a server reads the file three times (settings, tokenizer, weights).
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from numpy.typing import NDArray
+
+from chairlift.model.source import ModelError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """One tensor as stored.
+
+    Attributes:
+        name: such as ``blk.0.attn_q.weight``.
+        shape: outermost dimension first, as in torch.
+        quantization: how its numbers are stored.
+        data: uint8, one row of bytes for each row of numbers; read from disk when touched.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    quantization: GGMLQuantizationType
+    data: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFile:
+    """An open file.
+
+    Attributes:
+        path: where it is.
+        metadata: key to value: numbers, strings, booleans, and lists of them.
+        tensors: name to tensor, in the file's order.
+    """
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, GGUFTensor]
+
+
+def open_gguf(path: Path) -> GGUFFile:
+    """Reads the metadata of a GGUF file and maps its tensors.
+
+    Raises:
+        ModelError: it is not a GGUF file of a known version, is cut short, or is one piece of several.
+    """
+    with path.open("rb") as file:
+        if file.read(4) != MAGIC:
+            raise ModelError(f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()!r}")
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    cursor = _Cursor(content, len(MAGIC))
+    try:
+        version = cursor.scalar("I")
+        if version not in VERSIONS:
+            raise ModelError(f"{path} is GGUF version {version} (or big-endian); versions 2 and 3 can be read")
+        tensor_count, metadata_count = cursor.scalar("Q"), cursor.scalar("Q")
+        metadata = {cursor.string(): cursor.value(cursor.scalar("I")) for _ in range(metadata_count)}
+        if metadata.get("split.count", 1) > 1:
+            raise ModelError(
+                f"{path} is one of {metadata['split.count']} pieces of a model; join them with llama-gguf-split --merge"
+            )
+        infos = [cursor.tensor_info() for _ in range(tensor_count)]
+        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        start = -(-cursor.offset // alignment) * alignment
+        tensors = {name: _tensor(content, start + at, name, shape, kind) for name, shape, kind, at in infos}
+    except (struct.error, ValueError, TypeError, OverflowError, MemoryError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"{path} is cut short or damaged ({error}); fetch it again") from error
+    return GGUFFile(path, metadata, tensors)
+
+
+def _tensor(content: mmap.mmap, offset: int, name: str, shape: tuple[int, ...], kind: int) -> GGUFTensor:
+    quantization = GGMLQuantizationType(kind)
+    block_size, block_bytes = GGML_QUANT_SIZES[quantization]
+    row_bytes = shape[-1] // block_size * block_bytes
+    rows = int(np.prod(shape[:-1], dtype=np.int64))
+    data = np.frombuffer(content, np.uint8, rows * row_bytes, offset).reshape(*shape[:-1], row_bytes)
+    return GGUFTensor(name, shape, quantization, data)
+
+
+class _Cursor:
+    """Reads values one after the other."""
+
+    def __init__(self, content: mmap.mmap, offset: int) -> None:
+        self.content = content
+        self.offset = offset
+
+    def scalar(self, code: str) -> Any:
+        (value,) = struct.unpack_from("<" + code, self.content, self.offset)
+        self.offset += struct.calcsize(code)
+        return value
+
+    def bytes(self, length: int) -> bytes:
+        data = self.content[self.offset : self.offset + length]
+        if len(data) != length:
+            raise ValueError("a value reaches past its end")
+        self.offset += length
+        return data
+
+    def string(self) -> str:
+        # A vocabulary may hold byte sequences that are not UTF-8 on their own.
+        return self.bytes(self.scalar("Q")).decode("utf-8", errors="replace")
+
+    def value(self, kind: int) -> Any:
+        if kind in SCALARS:
+            return self.scalar(SCALARS[kind])
+        if kind == STRING:
+            return self.string()
+        if kind != ARRAY:
+            raise ValueError(f"unknown value type {kind}")
+        item_kind, count = self.scalar("I"), self.scalar("Q")
+        if item_kind in SCALARS:
+            dtype = np.dtype(SCALARS[item_kind]).newbyteorder("<")
+            return np.frombuffer(self.bytes(count * dtype.itemsize), dtype).tolist()
+        return [self.value(item_kind) for _ in range(count)]
+
+    def tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Name, shape, type and offset of a tensor."""
+        name = self.string()
+        num_dims = self.scalar("I")
+        shape = tuple(reversed([self.scalar("Q") for _ in range(num_dims)]))
+        kind = self.scalar("I")
+        return name, shape, kind, self.scalar("Q")

@@ -1,0 +1,155 @@
+"""The decoder that Llama, Mistral, Qwen2, Qwen3 and SmolLM2 share. What sets them apart is in the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
+
+from chairlift.model.attention.base import AttentionBackend, LayerKV, M
+from chairlift.model.config import ModelConfig
+from chairlift.model.layers import Linear, RMSNorm, silu_and_mul, weight
+from chairlift.model.rope import make_rotary_embedding, rotate
+
+
+class Attention(nn.Module):
+    """Self-attention with rotary positions, over a paged KV cache."""
+
+    def __init__(
+        self, config: ModelConfig, sliding_window: int | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.sliding_window = sliding_window
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.qkv = Linear(config.hidden_size, q, kv, kv, bias=config.qkv_bias, dtype=dtype, device=device)
+        self.o = Linear(q, config.hidden_size, bias=config.o_bias, dtype=dtype, device=device)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype=dtype, device=device)
+            self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype=dtype, device=device)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayerKV, attention: AttentionBackend[M], metadata: M
+    ) -> Tensor:
+        """[T, hidden] to [T, hidden]; ``kv`` is changed in place."""
+        heads = self.qkv(x).view(len(x), -1, self.head_dim)
+        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        attended = attention.forward(q, k, v, kv, metadata, self.sliding_window)
+        output: Tensor = self.o(attended.flatten(1))
+        return output
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm and around the residual stream."""
+
+    def __init__(
+        self, config: ModelConfig, sliding_window: int | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.attention_norm = RMSNorm(hidden, config.rms_norm_eps, dtype=dtype, device=device)
+        self.attention = Attention(config, sliding_window, dtype, device)
+        self.mlp_norm = RMSNorm(hidden, config.rms_norm_eps, dtype=dtype, device=device)
+        self.gate_up = Linear(hidden, inner, inner, bias=bias, dtype=dtype, device=device)
+        self.down = Linear(inner, hidden, bias=bias, dtype=dtype, device=device)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv: LayerKV, attention: AttentionBackend[M], metadata: M
+    ) -> Tensor:
+        """[T, hidden] to [T, hidden]; ``kv`` is changed in place."""
+        x = x + self.attention(self.attention_norm(x), cos, sin, kv, attention, metadata)
+        output: Tensor = x + self.down(silu_and_mul(self.gate_up(self.mlp_norm(x))))
+        return output
+
+    def slots(self, prefix: str) -> dict[str, Tensor]:
+        """Where a loader puts this layer's tensors, under their names in ``transformers``."""
+        attention = self.attention
+        slots = {
+            f"{prefix}.input_layernorm.weight": self.attention_norm.weight.data,
+            f"{prefix}.post_attention_layernorm.weight": self.mlp_norm.weight.data,
+        }
+        slots.update(attention.qkv.slots([f"{prefix}.self_attn.{name}_proj" for name in "qkv"]))
+        slots.update(attention.o.slots([f"{prefix}.self_attn.o_proj"]))
+        slots.update(self.gate_up.slots([f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"]))
+        slots.update(self.down.slots([f"{prefix}.mlp.down_proj"]))
+        if attention.q_norm is not None and attention.k_norm is not None:
+            slots[f"{prefix}.self_attn.q_norm.weight"] = attention.q_norm.weight.data
+            slots[f"{prefix}.self_attn.k_norm.weight"] = attention.k_norm.weight.data
+        return slots
+
+
+class CausalLM(nn.Module):
+    """A decoder-only language model. Its weights are uninitialized until a loader has filled :meth:`slots`."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.config = config
+        self.rotary = make_rotary_embedding(config, device)
+        self.layers = nn.ModuleList(DecoderLayer(config, window, dtype, device) for window in config.sliding_windows)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        self.head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, device=device)
+        self.embedding = (
+            self.head.weight
+            if config.tie_word_embeddings
+            else weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        )
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_caches: Sequence[LayerKV],
+        attention: AttentionBackend[M],
+        metadata: M,
+    ) -> Tensor:
+        """Computes one step of a ragged batch.
+
+        Args:
+            token_ids: [T] int64, the rows of all chunks end to end.
+            positions: [T] int64, each row's position in its sequence.
+            kv_caches: one for each layer, changed in place.
+            attention: the backend.
+            metadata: what the backend prepared for this step.
+
+        Returns:
+            [T, hidden_size] hidden states, after the final norm.
+        """
+        cos, sin = self.rotary(positions)
+        x = F.embedding(token_ids, self.embedding)
+        for layer, kv in zip(self.layers, kv_caches, strict=True):
+            x = layer(x, cos, sin, kv, attention, metadata)
+        normed: Tensor = self.norm(x)
+        return normed
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the next token: [S, hidden_size] to [S, vocab_size] float32."""
+        scores: Tensor = self.head(hidden)
+        return scores.float()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, a tied head counted once."""
+        return sum(parameter.nbytes for parameter in self.parameters())
+
+    def slots(self) -> dict[str, Tensor]:
+        """Where a loader puts each tensor, under its name in ``transformers``.
+
+        Fused weights appear as views of their parts; a tied head as the embedding, under both names.
+        """
+        slots = {
+            "model.embed_tokens.weight": self.embedding.data,
+            "model.norm.weight": self.norm.weight.data,
+            "lm_head.weight": self.head.weight.data,
+        }
+        for index, layer in enumerate(self.layers):
+            slots.update(cast("DecoderLayer", layer).slots(f"model.layers.{index}"))
+        return slots

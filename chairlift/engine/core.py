@@ -43,6 +43,7 @@ class StepOutput:
         record: of the step, if one was executed.
         running, waiting: requests in each state after this turn.
         blocks_used: KV blocks that requests own after this turn.
+        wait_until: nothing was executed, and until this time only a command could change that.
     """
 
     deltas: list[SequenceDelta] = field(default_factory=list)
@@ -50,6 +51,7 @@ class StepOutput:
     running: int = 0
     waiting: int = 0
     blocks_used: int = 0
+    wait_until: float | None = None
 
 
 class EngineCore:
@@ -70,7 +72,7 @@ class EngineCore:
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
-        self._clock = clock
+        self.clock = clock
         self._drain = drain
         self._eos_token_ids = frozenset(eos_token_ids)
         self._late: list[AddRequest] = []
@@ -93,14 +95,17 @@ class EngineCore:
         return output
 
     def _run_step(self, output: StepOutput) -> None:
-        started = self._clock.now()
+        started = self.clock.now()
         plan = self.scheduler.plan(started)
         if plan.empty:
-            raise RuntimeError(f"nothing to do in step {plan.step} though there is work: the scheduler is stuck")
+            if plan.wait_until is None:
+                raise RuntimeError(f"nothing to do in step {plan.step} though there is work: the scheduler is stuck")
+            output.wait_until = plan.wait_until
+            return
         result = self.executor.execute(plan)
-        self._clock.advance(result.elapsed)
+        self.clock.advance(result.elapsed)
         self._take_aborts(output)
-        committed = self.scheduler.commit(plan, result, self._clock.now())
+        committed = self.scheduler.commit(plan, result, self.clock.now())
         output.deltas.extend(committed)
         output.record = self._record(plan, started, result.elapsed, committed)
 

@@ -55,9 +55,12 @@ class _Inbox:
             except (EOFError, OSError):
                 os._exit(0)  # the server is gone: a step in progress would be for nobody
 
-    def wait(self) -> None:
-        """Blocks until there is a command."""
-        command = self._queue.get()
+    def wait(self, seconds: float | None = None) -> None:
+        """Blocks until there is a command, or for so many seconds."""
+        try:
+            command = self._queue.get(timeout=seconds)
+        except queue.Empty:
+            return
         if command is STOP:
             self.stopped = True
         else:
@@ -100,4 +103,7 @@ def _loop(core: EngineCore, inbox: _Inbox, pipe: Connection) -> None:
     while not inbox.stopped:
         if not core.has_work:
             inbox.wait()
-        pipe.send(core.step())
+        output = core.step()
+        pipe.send(output)
+        if output.wait_until is not None:
+            inbox.wait(max(0.0, output.wait_until - core.clock.now()))

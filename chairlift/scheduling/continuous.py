@@ -20,7 +20,7 @@ from chairlift.scheduling.kv.manager import KVManager
 from chairlift.scheduling.plan import RowCounts, SequenceChunk, SequenceDelta, StepPlan, StepResult
 from chairlift.scheduling.queue import FCFSQueue
 from chairlift.scheduling.request import FINISH_REASONS, Request, Status
-from chairlift.scheduling.scheduler import RequestRefusedError
+from chairlift.scheduling.scheduler import RequestRefusedError, set_longest
 
 
 class _Draft:
@@ -66,20 +66,7 @@ class ContinuousScheduler:
         """Queues a new request; refuses one that could never run to its end (see :class:`Scheduler`)."""
         if request.request_id in self._requests:
             raise RequestRefusedError(f"request id {request.request_id!r} is already in use")
-        if request.num_prompt_tokens >= self.max_model_len:
-            raise RequestRefusedError(
-                f"the prompt has {request.num_prompt_tokens} tokens, which leaves no room to generate within the "
-                f"model's length of {self.max_model_len}"
-            )
-        wanted = request.params.max_tokens
-        longest = self.max_model_len if wanted is None else min(self.max_model_len, request.num_prompt_tokens + wanted)
-        needed = self.kv.blocks_for(longest - 1)  # the last token is generated but never computed
-        if needed > self.kv.num_blocks:
-            raise RequestRefusedError(
-                f"{request.num_prompt_tokens} prompt tokens and up to {longest - request.num_prompt_tokens} new ones "
-                f"need {needed} KV blocks of {self.kv.block_size} tokens, but there are {self.kv.num_blocks} in all"
-            )
-        request.max_tokens = longest
+        set_longest(request, self.kv, self.max_model_len)
         request.order = self._num_added
         self._num_added += 1
         self._requests[request.request_id] = request

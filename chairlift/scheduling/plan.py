@@ -88,6 +88,7 @@ class StepPlan:
         swap_in: (host block, device block) pairs to copy next.
         admitted: ids of the requests that begin (or begin again) in this step.
         preempted: ids of the requests put aside to make room for this step.
+        wait_until: of an empty plan: when there will be something to do, if no request comes before.
     """
 
     step: int
@@ -97,6 +98,7 @@ class StepPlan:
     swap_in: Sequence[tuple[int, int]] = ()
     admitted: Sequence[str] = ()
     preempted: Sequence[str] = ()
+    wait_until: float | None = None
 
     @property
     def num_tokens(self) -> int:

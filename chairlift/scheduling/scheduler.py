@@ -46,7 +46,11 @@ class Scheduler(Protocol):
         ...
 
     def plan(self, now: float) -> StepPlan:
-        """Decides the next step. Every plan that is not empty must be executed and then committed, before the next."""
+        """Decides the next step, which is then executed and committed, before the next.
+
+        A step that fails on the way to its commit is dropped; the next plan makes up for it. Only a policy that waits
+        for more requests returns an empty plan while there is work, and says until when.
+        """
         ...
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceDelta]:
@@ -56,3 +60,25 @@ class Scheduler(Protocol):
     def check_integrity(self) -> None:
         """Raises AssertionError if the books do not add up. Called by tests after every step."""
         ...
+
+
+def set_longest(request: Request, kv: KVManager, max_model_len: int) -> None:
+    """Sets how long ``request`` may become, or refuses it where it could never run to its end.
+
+    Raises:
+        RequestRefusedError: the prompt leaves no room to generate, or even the whole pool could not hold the sequence.
+    """
+    if request.num_prompt_tokens >= max_model_len:
+        raise RequestRefusedError(
+            f"the prompt has {request.num_prompt_tokens} tokens, which leaves no room to generate within the model's "
+            f"length of {max_model_len}"
+        )
+    wanted = request.params.max_tokens
+    longest = max_model_len if wanted is None else min(max_model_len, request.num_prompt_tokens + wanted)
+    needed = kv.blocks_for(longest - 1)  # the last token is generated but never computed
+    if needed > kv.num_blocks:
+        raise RequestRefusedError(
+            f"{request.num_prompt_tokens} prompt tokens and up to {longest - request.num_prompt_tokens} new ones need "
+            f"{needed} KV blocks of {kv.block_size} tokens, but there are {kv.num_blocks} in all"
+        )
+    request.max_tokens = longest

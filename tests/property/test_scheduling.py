@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.checking_executor import EOS, CheckingExecutor, ExecutorFailure, continuation
+from support.checking_executor import EOS, CheckingExecutor, ExecutorFailureError, continuation
 
 from chairlift import SamplingParams
 from chairlift.scheduling.config import SchedulerConfig
@@ -14,10 +14,23 @@ from chairlift.scheduling.continuous import ContinuousScheduler
 from chairlift.scheduling.kv.manager import KVManager
 from chairlift.scheduling.plan import StepPlan
 from chairlift.scheduling.request import Request, Status
-from chairlift.scheduling.scheduler import RequestRefusedError
+from chairlift.scheduling.scheduler import RequestRefusedError, Scheduler
+from chairlift.scheduling.static import StaticConfig, StaticScheduler
+
+MAX_MODEL_LEN = 60
 
 
 class SchedulerMachine(RuleBasedStateMachine):
+    """What holds for every policy. A subclass makes the scheduler and checks each plan."""
+
+    scheduler: Scheduler
+
+    def make_scheduler(self, max_num_seqs: int, budget: int) -> Scheduler:
+        raise NotImplementedError
+
+    def check_plan(self, plan: StepPlan, decoding: set[str]) -> None:
+        raise NotImplementedError
+
     @initialize(
         num_blocks=st.integers(1, 24),
         block_size=st.sampled_from([1, 2, 4]),
@@ -25,23 +38,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         extra_budget=st.integers(0, 12),
     )
     def start(self, num_blocks: int, block_size: int, max_num_seqs: int, extra_budget: int) -> None:
-        self.config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_seqs + extra_budget)
+        self.max_num_seqs, self.budget = max_num_seqs, max_num_seqs + extra_budget
         self.kv = KVManager(num_blocks, block_size)
-        self.scheduler = ContinuousScheduler(self.config, self.kv, max_model_len=60)
+        self.scheduler = self.make_scheduler(max_num_seqs, self.budget)
         self.executor = CheckingExecutor(num_blocks, block_size)
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
         self.open: set[str] = set()
         self.now = 0.0
 
-    @rule(prompt=st.lists(st.integers(0, 5), min_size=1, max_size=40), max_tokens=st.integers(1, 20), seed=st.integers(0, 9))
+    @rule(
+        prompt=st.lists(st.integers(0, 5), min_size=1, max_size=40),
+        max_tokens=st.integers(1, 20),
+        seed=st.integers(0, 9),
+    )
     def add(self, prompt: list[int], max_tokens: int, seed: int) -> None:
         request_id = f"r{len(self.requests)}"
         request = Request(
             request_id, prompt, SamplingParams(max_tokens=max_tokens, seed=seed), eos_token_ids=(EOS,), arrival=self.now
         )
         capacity = self.kv.num_blocks * self.kv.block_size
-        longest = min(60, len(prompt) + max_tokens)
+        longest = min(MAX_MODEL_LEN, len(prompt) + max_tokens)
         if longest - 1 > capacity:
             with pytest.raises(RequestRefusedError):
                 self.scheduler.add(request)
@@ -76,19 +93,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def executor_fails(self) -> None:
         """The plan is never committed, and the next one makes up for it."""
-        plan = self.scheduler.plan(self.now)
-        self._check(plan, self._decoding())
+        plan = self._plan()
         self.executor.fail_next = True
-        with pytest.raises(ExecutorFailure):
+        with pytest.raises(ExecutorFailureError):
             self.executor.execute(plan)
 
     def _decoding(self) -> set[str]:
         return {r.request_id for r in self.requests.values() if r.status is Status.RUNNING and r.decoding}
 
     def _step(self, aborted_in_flight: str | None = None) -> None:
-        decoding = self._decoding()
-        plan = self.scheduler.plan(self.now)
-        self._check(plan, decoding)
+        plan = self._plan()
         result = self.executor.execute(plan)
         self.now += result.elapsed
         if aborted_in_flight is not None:
@@ -106,18 +120,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert delta.finish_reason == "abort"
         self.open.remove(request_id)
 
-    def _check(self, plan: StepPlan, decoding: set[str]) -> None:
+    def _plan(self) -> StepPlan:
+        decoding = self._decoding()
+        plan = self.scheduler.plan(self.now)
+        if plan.empty:
+            assert plan.wait_until is not None
+            assert plan.wait_until > self.now
+            self.now = plan.wait_until
+            plan = self.scheduler.plan(self.now)
         planned = [chunk.request_id for chunk in plan.chunks]
         assert planned
-        assert len(planned) == len(set(planned)) <= self.config.max_num_seqs
-        assert plan.num_tokens == plan.rows.total <= self.config.max_num_batched_tokens
-        assert decoding <= set(planned) | set(plan.preempted), "a decoding request was passed over"
-        assert not (plan.preempted and plan.admitted), "admitted in a step in which memory ran out"
-        assert not set(planned) & set(plan.preempted)
+        assert len(planned) == len(set(planned)) <= self.max_num_seqs
+        assert plan.num_tokens == plan.rows.total <= self.budget
+        self.check_plan(plan, decoding)
+        return plan
 
     def _check_finished(self, request_id: str, reason: str) -> None:
         request = self.requests[request_id]
-        longest = min(request.params.max_tokens, 60 - request.num_prompt_tokens)
+        longest = min(request.params.max_tokens, MAX_MODEL_LEN - request.num_prompt_tokens)
         prompt = request.token_ids[: request.num_prompt_tokens]
         expected = continuation(prompt, request.params.seed, longest)
         assert self.outputs[request_id] == expected
@@ -143,7 +163,40 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.kv.num_used_blocks == 0
 
 
-TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(
+class ContinuousMachine(SchedulerMachine):
+    def make_scheduler(self, max_num_seqs: int, budget: int) -> Scheduler:
+        config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+        return ContinuousScheduler(config, self.kv, MAX_MODEL_LEN)
+
+    def check_plan(self, plan: StepPlan, decoding: set[str]) -> None:
+        planned = {chunk.request_id for chunk in plan.chunks}
+        assert decoding <= planned | set(plan.preempted), "a decoding request was passed over"
+        assert not (plan.preempted and plan.admitted), "admitted in a step in which memory ran out"
+        assert not planned & set(plan.preempted)
+        assert plan.rows.padding == plan.rows.ended == 0
+
+
+class StaticMachine(SchedulerMachine):
+    def make_scheduler(self, max_num_seqs: int, budget: int) -> Scheduler:
+        self.batch: set[str] = set()
+        config = StaticConfig(batch_size=max_num_seqs, timeout=0.05, max_num_batched_tokens=budget)
+        return StaticScheduler(config, self.kv, MAX_MODEL_LEN)
+
+    def check_plan(self, plan: StepPlan, decoding: set[str]) -> None:
+        planned = {chunk.request_id for chunk in plan.chunks}
+        assert not plan.preempted
+        assert plan.rows.recomputed == 0
+        if plan.admitted:
+            assert planned == set(plan.admitted)
+            self.batch = planned
+        assert planned == self.batch, "the batch changed before it ended"
+        assert len({len(chunk.token_ids) for chunk in plan.chunks}) == 1, "rows of different length"
+
+
+SETTINGS = settings(
     max_examples=400, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+TestContinuous = ContinuousMachine.TestCase
+TestContinuous.settings = SETTINGS
+TestStatic = StaticMachine.TestCase
+TestStatic.settings = SETTINGS

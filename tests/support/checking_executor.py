@@ -15,7 +15,7 @@ VOCAB_SIZE = 1000
 EOS = 999
 
 
-class ExecutorFailure(Exception):
+class ExecutorFailureError(Exception):
     """What a failing executor raises."""
 
 
@@ -25,7 +25,9 @@ def next_token(tokens: Sequence[int], seed: int) -> int:
     return EOS if mixed % 61 == 0 else mixed % EOS
 
 
-def continuation(prompt: Sequence[int], seed: int, max_tokens: int, stop_token_ids: Sequence[int] = (EOS,)) -> list[int]:
+def continuation(
+    prompt: Sequence[int], seed: int, max_tokens: int, stop_token_ids: Sequence[int] = (EOS,)
+) -> list[int]:
     """What a request must be answered, whatever it shares its steps with."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_tokens:
@@ -56,7 +58,7 @@ class CheckingExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         if self.fail_next:
             self.fail_next = False
-            raise ExecutorFailure
+            raise ExecutorFailureError
         self.plans.append(plan)
         for device, host in plan.swap_out:
             self._host[host] = list(self._device[device])

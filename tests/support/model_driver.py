@@ -1,0 +1,104 @@
+"""The least that drives a model: paged KV, the reference attention, prompts in chunks, greedy tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from chairlift.model.attention.base import BatchLayout, LayerKV
+from chairlift.model.attention.reference import ReferenceAttention
+from chairlift.model.llama import CausalLM
+
+
+@dataclass
+class Generation:
+    """One sequence, and what came of it: the logits [n, vocab] that its n generated tokens were taken from."""
+
+    tokens: list[int]
+    prompt_length: int
+    block_table: list[int]
+    computed: int = 0
+    logits: list[Tensor] = field(default_factory=list)
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+
+def generate(
+    model: CausalLM, prompts: Sequence[Sequence[int]], num_tokens: int, *, chunk: int = 7, block_size: int = 4
+) -> list[Generation]:
+    """Runs all prompts together, the i-th from step i on, so that steps mix chunks of prompts with decoding rows."""
+    config, weight = model.config, model.embedding
+    per_sequence = -(-(max(map(len, prompts)) + num_tokens) // block_size)
+    num_blocks = per_sequence * len(prompts)
+    # Tables that run backwards and interleave: no order of blocks is taken for granted.
+    sequences = [
+        Generation(list(prompt), len(prompt), list(range(num_blocks - 1 - i, -1, -len(prompts))))
+        for i, prompt in enumerate(prompts)
+    ]
+    kv_caches = [
+        LayerKV(
+            key=weight.new_full((num_blocks, config.num_kv_heads, config.head_dim, block_size), float("nan")),
+            value=weight.new_full((num_blocks, config.num_kv_heads, block_size, config.head_dim), float("nan")),
+        )
+        for _ in range(config.num_layers)
+    ]
+    attention = ReferenceAttention(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+        dtype=weight.dtype,
+    )
+    step = 0
+    while running := [s for s in sequences[: step + 1] if len(s.generated) < num_tokens]:
+        _step(model, kv_caches, attention, running, chunk, block_size)
+        step += 1
+    return sequences
+
+
+def _step(
+    model: CausalLM,
+    kv_caches: list[LayerKV],
+    attention: ReferenceAttention,
+    running: list[Generation],
+    chunk: int,
+    block_size: int,
+) -> None:
+    device = model.embedding.device
+    chunks = [s.tokens[s.computed : s.computed + chunk] for s in running]
+    positions = [list(range(s.computed, s.computed + len(c))) for s, c in zip(running, chunks, strict=True)]
+    for sequence, tokens in zip(running, chunks, strict=True):
+        sequence.computed += len(tokens)
+    starts = torch.tensor([0, *map(len, chunks)]).cumsum(0)
+    layout = BatchLayout(
+        query_start=starts.int().to(device),
+        seq_lens=torch.tensor([s.computed for s in running], dtype=torch.int32, device=device),
+        block_tables=torch.tensor([s.block_table for s in running], dtype=torch.int32, device=device),
+        slot_mapping=torch.tensor(
+            [
+                s.block_table[p // block_size] * block_size + p % block_size
+                for s, ps in zip(running, positions, strict=True)
+                for p in ps
+            ],
+            device=device,
+        ),
+        max_query_len=max(map(len, chunks)),
+        max_seq_len=max(s.computed for s in running),
+    )
+    hidden = model(
+        torch.tensor(sum(chunks, []), device=device),
+        torch.tensor(sum(positions, []), device=device),
+        kv_caches,
+        attention,
+        attention.prepare(layout),
+    )
+    logits = model.logits(hidden[starts[1:] - 1]).cpu()
+    for sequence, row in zip(running, logits, strict=True):
+        if sequence.computed == len(sequence.tokens):
+            sequence.logits.append(row)
+            sequence.tokens.append(int(row.argmax()))

@@ -62,7 +62,9 @@ class AttentionBackend(ABC, Generic[M]):
 
     name: str
 
-    def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+    ) -> None:
         if num_heads % num_kv_heads:
             raise ValueError(f"{num_heads} query heads cannot share {num_kv_heads} key/value heads evenly")
         self.num_heads = num_heads

@@ -77,7 +77,7 @@ class ReferenceAttention(AttentionBackend[ReferenceMetadata]):
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor, position: int, window: int | None) -> Tensor:
         """Attends from rows at ``position`` and on: query [t, heads, dim]; keys, values [kv_heads, s, dim] float32."""
         group = self.num_heads // self.num_kv_heads
-        grouped = query.float().unflatten(1, (self.num_kv_heads, group))
+        grouped = query.float().reshape(len(query), self.num_kv_heads, group, self.head_dim)
         scores = torch.einsum("tkgd,ksd->kgts", grouped, keys) * self.scale
         seen_by = torch.arange(position, position + len(query), device=query.device)[:, None]
         at = torch.arange(keys.shape[1], device=query.device)

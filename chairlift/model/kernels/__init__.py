@@ -1,0 +1,1 @@
+"""Compiled kernels, each held to a plain form that it must equal."""

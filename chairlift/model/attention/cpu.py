@@ -1,0 +1,199 @@
+"""Attention on the CPU, by a Numba kernel that reads the paged cache in place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from chairlift.model.attention.base import AttentionBackend, BatchLayout, LayerKV
+
+# Set before the first parallel compile. On OpenMP, Numba's threads share the cores with torch's; on its own pool, or
+# where there is no OpenMP library, they would take them from each other.
+numba.config.THREADING_LAYER_PRIORITY = ["omp", "workqueue", "tbb"]  # type: ignore[attr-defined]
+
+from chairlift.model.kernels.paged_attention import ROWS, SEGMENT, WHOLE, Shape, paged_attention  # noqa: E402
+from chairlift.model.kernels.simd import LANES  # noqa: E402
+
+Ints = npt.NDArray[np.int32]
+
+# A work item takes about this many query rows (tokens times the heads that share a key/value head), so that they and
+# their outputs stay in the first-level cache.
+TILE_ROWS = 32
+# Below this many tokens, cutting a sequence in two costs more than it gains.
+MIN_SPLIT = 4 * SEGMENT
+# Items to aim for per thread, where sequences are cut to keep all threads busy.
+ITEMS_PER_THREAD = 4
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class WorkPlan:
+    """A step's work for one window: items and merges as the kernel numbers their columns, and the items by thread.
+
+    Attributes:
+        items: [N, 8] int32.
+        bounds: [threads + 1] int64; items ``bounds[w]`` to ``bounds[w + 1]`` are thread w's.
+        merges: [M, 5] int32.
+        num_partials: partial results to keep.
+    """
+
+    items: Ints
+    bounds: npt.NDArray[np.int64]
+    merges: Ints
+    num_partials: int
+
+
+@dataclass(slots=True)
+class CpuMetadata:
+    """The layout as arrays, and a work plan for each window that a layer has asked for."""
+
+    query_start: Ints
+    seq_lens: Ints
+    block_tables: Ints
+    slots: npt.NDArray[np.int64]
+    plans: dict[int, WorkPlan] = field(default_factory=dict)
+
+
+class CpuAttention(AttentionBackend[CpuMetadata]):
+    """Paged attention in float32 arithmetic over a float32 or bfloat16 cache."""
+
+    name = "cpu"
+
+    def __init__(
+        self, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+    ) -> None:
+        super().__init__(
+            num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype
+        )
+        if reason := unsupported(dtype, head_dim):
+            raise ValueError(reason)
+        self._group = num_heads // num_kv_heads
+        self._tile_tokens = max(1, TILE_ROWS // self._group)
+        self._threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
+        self._tile_rows = -(-self._tile_tokens * self._group // ROWS) * ROWS
+
+    def prepare(self, layout: BatchLayout) -> CpuMetadata:
+        """See :meth:`AttentionBackend.prepare`."""
+        # Numba keeps this for each calling thread, and an engine may have been built on another.
+        numba.set_num_threads(self._threads)
+        return CpuMetadata(
+            layout.query_start.numpy(),
+            layout.seq_lens.numpy(),
+            np.ascontiguousarray(layout.block_tables.numpy()),
+            layout.slot_mapping.numpy(),
+        )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv: LayerKV,
+        metadata: CpuMetadata,
+        sliding_window: int | None = None,
+    ) -> Tensor:
+        """See :meth:`AttentionBackend.forward`."""
+        window = sliding_window or 0
+        plan = metadata.plans.get(window)
+        if plan is None:
+            plan = metadata.plans[window] = self._plan(metadata, window)
+        shape = Shape(self.num_heads, self.num_kv_heads, self.head_dim, self.block_size, window, self._tile_rows)
+        output = torch.empty(query.shape, dtype=query.dtype)
+        partial = np.empty((plan.num_partials, self._tile_rows, self.head_dim + 2), np.float32)
+        strides = (query.stride(0), key.stride(0), value.stride(0))
+        paged_attention(
+            _rows(query), _rows(key), _rows(value), strides, _flat(kv.key), _flat(kv.value),
+            metadata.slots, metadata.block_tables, plan.items, plan.bounds, plan.merges,
+            np.float32(self.scale * LOG2_E), shape, partial, _flat(output),
+        )  # fmt: skip
+        return output
+
+    def _plan(self, metadata: CpuMetadata, window: int) -> WorkPlan:
+        """Cuts the step into tiles, long ones into pieces, and deals them out to the threads by cost."""
+        starts, lengths = metadata.query_start[:-1], np.diff(metadata.query_start)
+        sequence, tile = _expand(-(-lengths // self._tile_tokens))
+        done = tile * self._tile_tokens
+        num_rows = np.minimum(self._tile_tokens, lengths[sequence] - done)
+        position = metadata.seq_lens[sequence] - lengths[sequence] + done
+        # The kernel loads vectors of tokens, so pieces begin on a segment's bound.
+        first = np.maximum(position + 1 - window, 0) // SEGMENT * SEGMENT if window else np.zeros_like(position)
+        span = position + num_rows - first
+
+        cost = span * -(-num_rows * self._group // ROWS)
+        share = max(1, int(cost.sum()) * self.num_kv_heads // (self._threads * ITEMS_PER_THREAD))
+        pieces = np.clip(-(-cost // share), 1, np.maximum(1, span // MIN_SPLIT)) if self._threads > 1 else 1
+        length = -(-span // (pieces * SEGMENT)) * SEGMENT
+        pieces = -(-span // length)
+
+        which, piece = _expand(pieces)
+        begin = first[which] + piece * length[which]
+        end = np.minimum(begin + length[which], position[which] + num_rows[which])
+        partials = np.where(pieces > 1, pieces * self.num_kv_heads, 0)
+        first_partial = np.cumsum(partials) - partials
+        tiles = np.stack([sequence, starts[sequence] + done, num_rows, position], axis=1)
+        items = np.empty((len(which), self.num_kv_heads, 8), np.int32)
+        items[:, :, :4] = tiles[which, None]
+        for head in range(self.num_kv_heads):
+            items[:, head, 4] = head
+            items[:, head, 5] = begin
+            items[:, head, 6] = end
+            items[:, head, 7] = np.where(pieces[which] > 1, first_partial[which] + head * pieces[which] + piece, WHOLE)
+        return WorkPlan(
+            items.reshape(-1, 8),
+            self._deal(np.repeat((end - begin) * -(-num_rows[which] * self._group // ROWS), self.num_kv_heads)),
+            self._merges(tiles, pieces, first_partial),
+            int(partials.sum()),
+        )
+
+    def _merges(self, tiles: Ints, pieces: Ints, first_partial: Ints) -> Ints:
+        """The tiles that were cut, once for each key/value head."""
+        cut = np.flatnonzero(pieces > 1)
+        merges = np.empty((len(cut), self.num_kv_heads, 5), np.int32)
+        for head in range(self.num_kv_heads):
+            merges[:, head, 0] = first_partial[cut] + head * pieces[cut]
+            merges[:, head, 1] = pieces[cut]
+            merges[:, head, 2:4] = tiles[cut, 1:3]
+            merges[:, head, 4] = head
+        return merges.reshape(-1, 5)
+
+    def _deal(self, cost: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
+        """Bounds of each thread's run of items, so that the runs cost about the same."""
+        done = np.cumsum(cost) - cost / 2
+        bounds: npt.NDArray[np.int64] = np.searchsorted(done, done[-1] * np.arange(self._threads + 1) / self._threads)
+        bounds[-1] = len(cost)
+        return bounds
+
+
+def _expand(counts: Any) -> tuple[Any, Any]:
+    """For counts [2, 1]: the group of each member, [0, 0, 1], and its rank there, [0, 1, 0]."""
+    group = np.repeat(np.arange(len(counts)), counts)
+    return group, np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _flat(tensor: Tensor) -> Any:
+    """The numbers of a contiguous tensor in one row; bfloat16 as its bits."""
+    flat = tensor.view(-1)
+    return (flat if flat.dtype == torch.float32 else flat.view(torch.int16)).numpy()
+
+
+def _rows(tensor: Tensor) -> Any:
+    """The memory under a tensor [T, heads, dim] from its first number to its last, whose rows may lie apart."""
+    if tensor.stride(2) != 1 or tensor.stride(1) != tensor.shape[2]:
+        raise ValueError(f"each row's heads must lie side by side, got strides {tensor.stride()}")
+    span = (tensor.shape[0] - 1) * tensor.stride(0) + tensor.shape[1] * tensor.shape[2]
+    return _flat(tensor.as_strided((span,), (1,)))
+
+
+def unsupported(dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why this backend cannot serve such heads, or ``None`` if it can."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"attention backend 'cpu' computes in float32 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if head_dim % LANES:
+        return f"attention backend 'cpu' needs a head width that is a multiple of {LANES}, not {head_dim}"
+    return None

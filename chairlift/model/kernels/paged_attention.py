@@ -1,0 +1,334 @@
+"""Paged attention for the CPU: an online softmax that walks the block table in place.
+
+The work is cut into items: a tile of query rows of one sequence, the query heads that share one key/value head, and a
+range of the sequence's tokens. Within an item the tokens pass by in segments small enough to stay in the first-level
+cache, and rows are taken four at a time, so that each key and value that is loaded serves four rows. Where a tile's
+tokens are cut into several items, the partial results are merged afterwards (Dao et al., "Flash-Decoding", 2023; the
+softmax is that of Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
+
+Scores are kept in units of log2, so that 2^x serves as the exponential.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit, prange
+
+from chairlift.model.kernels.simd import (
+    LANES,
+    SOURCE_DIGEST,
+    broadcast,
+    exp2,
+    fma,
+    keep_between,
+    largest,
+    load,
+    maximum,
+    prefetch,
+    splat,
+    store,
+    total,
+)
+
+SEGMENT = 64
+CACHE_LINE = 64
+ROWS = 4
+
+# Columns of an item: the sequence, the first of its tile's query rows, how many, the position of the first, the
+# key/value head, the tokens attended to (first and one past the last), and the place of its partial result, or WHOLE.
+SEQUENCE, ROW, NUM_ROWS, POSITION, KV_HEAD, FIRST, LAST, PARTIAL = range(8)
+WHOLE = -1
+# Columns of a merge: first partial result and how many, then query row, number of rows and key/value head.
+MERGE_PARTIAL, MERGE_COUNT, MERGE_ROW, MERGE_NUM_ROWS, MERGE_KV_HEAD = range(5)
+
+
+def _inner(function: Callable[..., None]) -> Any:
+    """Compiles a piece of the kernel."""
+    return njit(nogil=True, error_model="numpy", boundscheck=False)(function)
+
+
+class Shape(NamedTuple):
+    """Sizes that the kernel needs. ``window`` is 0 for none; ``tile`` is the row capacity of a work item."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    window: int
+    tile: int
+
+
+class Scratch(NamedTuple):
+    """Working memory of one thread; all float32 but ``keys``, which has the cache's type.
+
+    ``query`` and ``output`` hold a tile's rows, ``maxima`` and ``sums`` its softmax state (the sums in 16 lanes),
+    ``scores`` and ``rescale`` the state of four rows within a segment, ``keys`` a segment of keys where blocks are
+    shorter than a vector.
+    """
+
+    query: Any
+    output: Any
+    maxima: Any
+    sums: Any
+    scores: Any
+    rescale: Any
+    keys: Any
+
+
+@_inner
+def _score(query: Any, q: int, dim: int, keys: Any, k: int, stride: int, scores: Any, s: int) -> None:
+    """Scores of four rows against sixteen tokens, whose keys lie side by side at ``k + d * stride``."""
+    zero = splat(np.float32(0))
+    s0, s1, s2, s3 = zero, zero, zero, zero
+    for d in range(dim):
+        key = load(keys, k + d * stride)
+        s0 = fma(broadcast(query, q + d), key, s0)
+        s1 = fma(broadcast(query, q + dim + d), key, s1)
+        s2 = fma(broadcast(query, q + 2 * dim + d), key, s2)
+        s3 = fma(broadcast(query, q + 3 * dim + d), key, s3)
+    store(scores, s, s0)
+    store(scores, s + SEGMENT, s1)
+    store(scores, s + 2 * SEGMENT, s2)
+    store(scores, s + 3 * SEGMENT, s3)
+
+
+@_inner
+def _soften(scratch: Any, row: int, size: int, low: int, high: int) -> None:
+    """Turns a row's scores into weights relative to its running maximum. Tokens outside [low, high) weigh nothing."""
+    scores, maxima, sums = scratch.scores, scratch.maxima, scratch.sums
+    s = row % ROWS * SEGMENT
+    old = maxima[row]
+    peak = splat(old)
+    for i in range(0, size, LANES):
+        lanes = load(scores, s + i)
+        if low > i or high < i + LANES:
+            lanes = keep_between(lanes, low - i, high - i)
+            store(scores, s + i, lanes)
+        peak = maximum(lanes, peak)
+    new = largest(peak)
+    maxima[row] = new
+    # A row that has seen nothing yet has no maximum to subtract.
+    base = np.float32(0) if new == -np.inf else new
+    one, minus = splat(np.float32(1)), splat(-base)
+    factor = exp2(fma(splat(old), one, minus))
+    store(scratch.rescale, row % ROWS * LANES, factor)
+    running = fma(load(sums, row * LANES), factor, splat(np.float32(0)))
+    for i in range(0, size, LANES):
+        weights = exp2(fma(load(scores, s + i), one, minus))
+        store(scores, s + i, weights)
+        running = fma(weights, one, running)
+    store(sums, row * LANES, running)
+
+
+@_inner
+def _accumulate(scratch: Any, o: int, values: Any, table: Any, head: int, first: int, last: int, shape: Any) -> None:
+    """Adds the weighted values of tokens [first, last) to four rows of the output, sixteen columns at a time."""
+    dim, block_size = shape.head_dim, shape.block_size
+    output, scores, zero = scratch.output, scratch.scores, splat(np.float32(0))
+    for d in range(0, dim, LANES):
+        o0 = fma(load(output, o + d), load(scratch.rescale, 0), zero)
+        o1 = fma(load(output, o + dim + d), load(scratch.rescale, LANES), zero)
+        o2 = fma(load(output, o + 2 * dim + d), load(scratch.rescale, 2 * LANES), zero)
+        o3 = fma(load(output, o + 3 * dim + d), load(scratch.rescale, 3 * LANES), zero)
+        token = first
+        while token < last:
+            end = min(last, (token // block_size + 1) * block_size)
+            block = np.int64(table[token // block_size]) * shape.num_kv_heads + head
+            v = (block * block_size + token % block_size) * dim + d
+            for s in range(token - first, end - first):
+                value = load(values, v)
+                o0 = fma(broadcast(scores, s), value, o0)
+                o1 = fma(broadcast(scores, s + SEGMENT), value, o1)
+                o2 = fma(broadcast(scores, s + 2 * SEGMENT), value, o2)
+                o3 = fma(broadcast(scores, s + 3 * SEGMENT), value, o3)
+                v += dim
+            token = end
+        store(output, o + d, o0)
+        store(output, o + dim + d, o1)
+        store(output, o + 2 * dim + d, o2)
+        store(output, o + 3 * dim + d, o3)
+
+
+@_inner
+def _gather_keys(bits: Any, keys: Any, table: Any, head: int, first: int, last: int, shape: Any) -> None:
+    """Copies the keys of tokens [first, last) to ``keys`` as [dim, SEGMENT], where blocks are shorter than a vector."""
+    for token in range(first, last):
+        block = np.int64(table[token // shape.block_size]) * shape.num_kv_heads + head
+        k = block * shape.head_dim * shape.block_size + token % shape.block_size
+        for d in range(shape.head_dim):
+            keys[d * SEGMENT + token - first] = bits[k + d * shape.block_size]
+
+
+@_inner
+def _fetch(keys: Any, values: Any, table: Any, head: int, first: int, last: int, shape: Any) -> None:
+    """Asks for the blocks of tokens [first, last), which lie too far apart for the processor to foresee."""
+    size = shape.head_dim * shape.block_size
+    for i in range(first // shape.block_size, (last - 1) // shape.block_size + 1):
+        block = (np.int64(table[i]) * shape.num_kv_heads + head) * size
+        for offset in range(0, size, CACHE_LINE // keys.itemsize):
+            prefetch(keys, block + offset)
+            prefetch(values, block + offset)
+
+
+@_inner
+def _attend(item: Any, keys: Any, values: Any, table: Any, shape: Any, scratch: Any) -> None:
+    """Attends with the rows in ``scratch.query`` to the item's tokens; leaves the state of the softmax in scratch."""
+    group = shape.num_heads // shape.num_kv_heads
+    dim, block_size, head = shape.head_dim, shape.block_size, item[KV_HEAD]
+    num_rows = item[NUM_ROWS] * group
+    for first in range(item[FIRST], item[LAST], SEGMENT):
+        last = min(first + SEGMENT, item[LAST])
+        if last < item[LAST]:
+            _fetch(keys, values, table, head, last, min(last + SEGMENT, item[LAST]), shape)
+        if block_size < LANES:
+            _gather_keys(keys, scratch.keys, table, head, first, last, shape)
+        for row in range(0, num_rows, ROWS):
+            newest = item[POSITION] + (min(row + ROWS, num_rows) - 1) // group
+            end = min(last, newest + 1)
+            for token in range(first, end, LANES):
+                s = token - first
+                if block_size < LANES:
+                    _score(scratch.query, row * dim, dim, scratch.keys, s, SEGMENT, scratch.scores, s)
+                else:
+                    block = np.int64(table[token // block_size]) * shape.num_kv_heads + head
+                    k = block * dim * block_size + token % block_size
+                    _score(scratch.query, row * dim, dim, keys, k, block_size, scratch.scores, s)
+            for r in range(row, row + ROWS):
+                position = item[POSITION] + r // group
+                low = position + 1 - shape.window - first if shape.window else 0
+                _soften(scratch, r, end - first, low, min(position + 1, end) - first)
+            _accumulate(scratch, row * dim, values, table, head, first, end, shape)
+
+
+@_inner
+def _start(item: Any, query: Any, stride: int, scale: float, shape: Any, scratch: Any) -> None:
+    """Loads the item's query rows, scaled, and clears the state of its softmax."""
+    group, dim = shape.num_heads // shape.num_kv_heads, shape.head_dim
+    num_rows = item[NUM_ROWS] * group
+    zero, factor = splat(np.float32(0)), splat(scale)
+    for r in range(-(-num_rows // ROWS) * ROWS):
+        scratch.maxima[r] = -np.inf
+        store(scratch.sums, r * LANES, zero)
+        source = (item[ROW] + r // group) * stride + (item[KV_HEAD] * group + r % group) * dim
+        for d in range(0, dim, LANES):
+            lanes = zero
+            if r < num_rows:
+                lanes = fma(load(query, source + d), factor, zero)
+            store(scratch.query, r * dim + d, lanes)
+            store(scratch.output, r * dim + d, zero)
+
+
+@_inner
+def _finish(item: Any, output: Any, shape: Any, scratch: Any) -> None:
+    """Divides by the sums of the weights and writes the rows out."""
+    group, dim = shape.num_heads // shape.num_kv_heads, shape.head_dim
+    zero = splat(np.float32(0))
+    for r in range(item[NUM_ROWS] * group):
+        share = splat(np.float32(1) / total(load(scratch.sums, r * LANES)))
+        target = ((item[ROW] + r // group) * shape.num_heads + item[KV_HEAD] * group + r % group) * dim
+        for d in range(0, dim, LANES):
+            store(output, target + d, fma(load(scratch.output, r * dim + d), share, zero))
+
+
+@_inner
+def _keep_partial(item: Any, partial: Any, shape: Any, scratch: Any) -> None:
+    """Sets the item's unfinished rows aside: per row its output, then its maximum and its sum."""
+    dim = shape.head_dim
+    for r in range(item[NUM_ROWS] * (shape.num_heads // shape.num_kv_heads)):
+        kept = partial[item[PARTIAL], r]
+        kept[:dim] = scratch.output[r * dim : (r + 1) * dim]
+        kept[dim] = scratch.maxima[r]
+        kept[dim + 1] = total(load(scratch.sums, r * LANES))
+
+
+@_inner
+def _merge(merge: Any, partial: Any, output: Any, shape: Any) -> None:
+    """Merges the partial results of one tile and writes its rows out."""
+    group, dim = shape.num_heads // shape.num_kv_heads, shape.head_dim
+    parts = partial[merge[MERGE_PARTIAL] : merge[MERGE_PARTIAL] + merge[MERGE_COUNT]]
+    zero = splat(np.float32(0))
+    for r in range(merge[MERGE_NUM_ROWS] * group):
+        peak = parts[:, r, dim].max()
+        whole = np.float32(0)
+        for part in parts:
+            whole += np.float32(2) ** (part[r, dim] - peak) * part[r, dim + 1]
+        target = ((merge[MERGE_ROW] + r // group) * shape.num_heads + merge[MERGE_KV_HEAD] * group + r % group) * dim
+        for d in range(0, dim, LANES):
+            lanes = zero
+            for part in parts:
+                share = np.float32(np.float32(2) ** (part[r, dim] - peak) / whole)
+                lanes = fma(load(part[r], d), splat(share), lanes)
+            store(output, target + d, lanes)
+
+
+@_inner
+def _write(row: int, key: Any, value: Any, strides: Any, keys: Any, values: Any, slot: int, shape: Any) -> None:
+    """Copies one token's keys and values to its slot, bit for bit."""
+    dim, block_size = shape.head_dim, shape.block_size
+    block, offset = slot // block_size, slot % block_size
+    for head in range(shape.num_kv_heads):
+        target = (block * shape.num_kv_heads + head) * dim * block_size
+        for d in range(dim):
+            keys[target + d * block_size + offset] = key[row * strides[1] + head * dim + d]
+            values[target + offset * dim + d] = value[row * strides[2] + head * dim + d]
+
+
+def _build(digest: str) -> Any:
+    """Makes the kernel. Captures ``digest`` so that Numba's cache of compiled code depends on it."""
+
+    @njit(parallel=True, nogil=True, cache=True, error_model="numpy", boundscheck=False)
+    def paged_attention(  # type: ignore[no-untyped-def]
+        query,
+        key,
+        value,
+        strides,
+        keys,
+        values,
+        slots,
+        tables,
+        items,
+        item_bounds,
+        merges,
+        scale,
+        shape,
+        partial,
+        output,
+    ):
+        digest  # noqa: B018
+        workers = len(item_bounds) - 1
+        for worker in prange(workers):
+            for row in range(len(slots) * worker // workers, len(slots) * (worker + 1) // workers):
+                _write(row, key, value, strides, keys, values, slots[row], shape)
+        for worker in prange(workers):
+            rows, dim = shape.tile, shape.head_dim
+            scratch = Scratch(
+                np.empty(rows * dim, np.float32),
+                np.empty(rows * dim, np.float32),
+                np.empty(rows, np.float32),
+                np.empty(rows * LANES, np.float32),
+                np.empty(ROWS * SEGMENT, np.float32),
+                np.empty(ROWS * LANES, np.float32),
+                np.empty(dim * SEGMENT, keys.dtype),
+            )
+            for i in range(item_bounds[worker], item_bounds[worker + 1]):
+                item = items[i]
+                if i + 1 < item_bounds[worker + 1]:
+                    following = items[i + 1]
+                    end = min(following[FIRST] + SEGMENT, following[LAST])
+                    _fetch(keys, values, tables[following[SEQUENCE]], following[KV_HEAD], following[FIRST], end, shape)
+                _start(item, query, strides[0], scale, shape, scratch)
+                _attend(item, keys, values, tables[item[SEQUENCE]], shape, scratch)
+                if item[PARTIAL] == WHOLE:
+                    _finish(item, output, shape, scratch)
+                else:
+                    _keep_partial(item, partial, shape, scratch)
+        for i in prange(len(merges)):
+            _merge(merges[i], partial, output, shape)
+
+    return paged_attention
+
+
+paged_attention = _build(SOURCE_DIGEST)

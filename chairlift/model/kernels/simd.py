@@ -1,0 +1,258 @@
+"""Vectors of sixteen float32 lanes for Numba kernels.
+
+LLVM's vectoriser gives up on short loops over arrays that might overlap, and does not say so. Here a kernel states its
+vectors itself, and LLVM fits them to the registers that the processor has.
+
+Arrays are flat and contiguous, of float32, or of int16 that holds the bits of bfloat16. Nothing is bounds-checked.
+"""
+
+# ruff: noqa: ARG001 -- Numba looks at the parameters' number and names.
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic, models, register_model
+
+LANES = 16
+
+# Numba keys its cache of compiled code by the file that a kernel stands in. Kernels capture this, so that a change
+# here compiles them anew.
+SOURCE_DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+_I16 = ir.VectorType(ir.IntType(16), LANES)
+_I32 = ir.VectorType(ir.IntType(32), LANES)
+_F32 = ir.VectorType(ir.FloatType(), LANES)
+_MASK = ir.VectorType(ir.IntType(1), LANES)
+
+# Minimax polynomial of 2^x on [-0.5, 0.5], highest power first; its relative error is below 2e-7.
+_EXP2 = (1.5353e-04, 1.33988e-03, 9.61843e-03, 5.550332e-02, 2.4022648e-01, 6.9314718e-01, 1.0)
+# Adding 1.5 * 2^23 to a float32 leaves it rounded to an integer in the low bits.
+_ROUND = 12582912.0
+_EXP2_MIN = -126.0
+
+
+class _Vector(types.Type):
+    """Sixteen float32 lanes, held in registers."""
+
+    def __init__(self) -> None:
+        super().__init__(name="float32x16")
+
+
+vector = _Vector()
+
+
+@register_model(_Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, dmm: Any, fe_type: Any) -> None:
+        super().__init__(dmm, fe_type, _F32)  # type: ignore[no-untyped-call]
+
+
+def _operation(typing: Callable[..., tuple[Any, Callable[..., Any]]]) -> Any:
+    """An operation for kernels: ``typing`` returns its signature, and what emits its code."""
+    return intrinsic(typing)
+
+
+def _splat(builder: Any, scalar: Any) -> Any:
+    """A vector with the same scalar in each lane."""
+    one = builder.insert_element(ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined), scalar, _index(0))
+    return builder.shuffle_vector(one, one, ir.Constant(_I32, [0] * LANES))
+
+
+def _external(builder: Any, result: Any, parameters: list[Any], name: str) -> Any:
+    """A function that LLVM provides."""
+    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, parameters), name)  # type: ignore[no-untyped-call]
+
+
+def _fmuladd(builder: Any) -> Any:
+    return _external(builder, _F32, [_F32] * 3, f"llvm.fmuladd.v{LANES}f32")
+
+
+def _index(i: int) -> Any:
+    return ir.Constant(ir.IntType(32), i)
+
+
+def _float(x: float) -> Any:
+    # LLVM takes a float32 constant only as a number that float32 can hold.
+    return ir.Constant(ir.FloatType(), struct.unpack("f", struct.pack("f", x))[0])
+
+
+def _pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any, pointee: Any) -> Any:
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [index]), pointee.as_pointer())
+
+
+def _is_bfloat16(array_type: Any) -> bool:
+    if array_type.dtype == types.float32:
+        return False
+    if array_type.dtype == types.int16:
+        return True
+    raise TypeError(f"vectors are loaded from float32 or int16, not {array_type.dtype}")
+
+
+@_operation
+def load(typing_context: Any, array: Any, index: Any) -> tuple[Any, Callable[..., Any]]:
+    """Lanes from ``array[index:index + 16]``."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        stored = _I16 if _is_bfloat16(array) else _F32
+        pointer = _pointer(context, builder, array, arguments[0], arguments[1], stored)
+        lanes = builder.load(pointer, align=array.dtype.bitwidth // 8)
+        if stored is _F32:
+            return lanes
+        high = builder.shl(builder.zext(lanes, _I32), _splat(builder, ir.Constant(ir.IntType(32), 16)))
+        return builder.bitcast(high, _F32)
+
+    return vector(array, types.intp), generate
+
+
+@_operation
+def store(typing_context: Any, array: Any, index: Any, lanes: Any) -> tuple[Any, Callable[..., Any]]:
+    """Writes the lanes to ``array[index:index + 16]``; bfloat16 is rounded to nearest, ties to even."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        stored, value = _F32, arguments[2]
+        if _is_bfloat16(array):
+            stored = _I16
+            bits = builder.bitcast(value, _I32)
+            sixteen, one, half, quiet = (
+                _splat(builder, ir.Constant(ir.IntType(32), c)) for c in (16, 1, 0x7FFF, 0x7FC0)
+            )
+            odd = builder.and_(builder.lshr(bits, sixteen), one)
+            rounded = builder.lshr(builder.add(bits, builder.add(odd, half)), sixteen)
+            # Rounding would carry a NaN over into a number.
+            nan = builder.fcmp_unordered("uno", value, value)
+            value = builder.trunc(builder.select(nan, quiet, rounded), _I16)
+        pointer = _pointer(context, builder, array, arguments[0], arguments[1], stored)
+        builder.store(value, pointer, align=array.dtype.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, vector), generate
+
+
+@_operation
+def prefetch(typing_context: Any, array: Any, index: Any) -> tuple[Any, Callable[..., Any]]:
+    """Asks for the cache line of ``array[index]``, which will be read soon."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        function = _external(builder, ir.VoidType(), [byte, number, number, number], "llvm.prefetch.p0")
+        pointer = _pointer(context, builder, array, arguments[0], arguments[1], ir.IntType(8))
+        # To read, to be kept in every level of the cache, data.
+        builder.call(function, [pointer, number(0), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
+
+
+@_operation
+def splat(typing_context: Any, scalar: Any) -> tuple[Any, Callable[..., Any]]:
+    """The same number in each lane."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _splat(builder, arguments[0])
+
+    return vector(types.float32), generate
+
+
+@_operation
+def broadcast(typing_context: Any, array: Any, index: Any) -> tuple[Any, Callable[..., Any]]:
+    """The float32 number ``array[index]`` in each lane."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = _pointer(context, builder, array, arguments[0], arguments[1], ir.FloatType())
+        return _splat(builder, builder.load(pointer))
+
+    return vector(array, types.intp), generate
+
+
+@_operation
+def fma(typing_context: Any, a: Any, b: Any, c: Any) -> tuple[Any, Callable[..., Any]]:
+    """``a * b + c`` lane by lane."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.call(_fmuladd(builder), arguments)
+
+    return vector(vector, vector, vector), generate
+
+
+@_operation
+def maximum(typing_context: Any, a: Any, b: Any) -> tuple[Any, Callable[..., Any]]:
+    """The larger lane of each pair; ``b`` where either is NaN."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", *arguments), *arguments)
+
+    return vector(vector, vector), generate
+
+
+@_operation
+def keep_between(typing_context: Any, a: Any, low: Any, high: Any) -> tuple[Any, Callable[..., Any]]:
+    """Lanes ``low <= lane < high`` of ``a``; minus infinity in the others."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        value, first, last = arguments
+        lane = ir.Constant(ir.VectorType(ir.IntType(64), LANES), list(range(LANES)))
+        kept = builder.and_(
+            builder.icmp_signed(">=", lane, _splat(builder, first)),
+            builder.icmp_signed("<", lane, _splat(builder, last)),
+        )
+        return builder.select(kept, value, _splat(builder, _float(float("-inf"))))
+
+    return vector(vector, types.int64, types.int64), generate
+
+
+@_operation
+def exp2(typing_context: Any, a: Any) -> tuple[Any, Callable[..., Any]]:
+    """2 to the power of each lane, for lanes of at most 127; exactly 0 below -126. NaN stays NaN."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        (x,) = arguments
+        fmuladd = _fmuladd(builder)
+        shifted = builder.fadd(x, _splat(builder, _float(_ROUND)))
+        fraction = builder.fsub(x, builder.fsub(shifted, _splat(builder, _float(_ROUND))))
+        power = _splat(builder, _float(_EXP2[0]))
+        for coefficient in _EXP2[1:]:
+            power = builder.call(fmuladd, [power, fraction, _splat(builder, _float(coefficient))])
+        exponent = builder.shl(builder.bitcast(shifted, _I32), _splat(builder, ir.Constant(ir.IntType(32), 23)))
+        value = builder.bitcast(builder.add(builder.bitcast(power, _I32), exponent), _F32)
+        tiny = builder.fcmp_ordered("<", x, _splat(builder, _float(_EXP2_MIN)))
+        return builder.select(tiny, _splat(builder, _float(0.0)), value)
+
+    return vector(vector), generate
+
+
+def _fold(builder: Any, lanes: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """Combines all lanes into one scalar, halving their number each time."""
+    width = LANES // 2
+    while width:
+        order = [(i + width) % LANES for i in range(LANES)]
+        lanes = combine(lanes, builder.shuffle_vector(lanes, lanes, ir.Constant(_I32, order)))
+        width //= 2
+    return builder.extract_element(lanes, _index(0))
+
+
+@_operation
+def largest(typing_context: Any, a: Any) -> tuple[Any, Callable[..., Any]]:
+    """The largest lane."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _fold(builder, arguments[0], lambda x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y))
+
+    return types.float32(vector), generate
+
+
+@_operation
+def total(typing_context: Any, a: Any) -> tuple[Any, Callable[..., Any]]:
+    """The sum of the lanes."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _fold(builder, arguments[0], builder.fadd)
+
+    return types.float32(vector), generate

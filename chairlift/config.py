@@ -11,6 +11,7 @@ from dataclasses import dataclass
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "reference", "cpu")
+BATCHING = ("continuous", "static")
 GIB = 1024**3
 
 
@@ -40,6 +41,9 @@ class EngineConfig:
         enforce_eager: run without captured graphs.
         attention_backend: "auto" takes the fastest that the device has.
         num_threads: CPU compute threads; ``None`` takes one for each core this process may use.
+        batching: "continuous" decides the batch at every step; "static" fills one and keeps it to its end.
+        static_batch_size, static_batch_timeout: sequences in a static batch, and seconds to wait for it to fill.
+        step_log: file that gets a line of JSON for each step.
         seed: of the seeds that are drawn for requests without one; ``None`` draws it from the system.
         step_timeout: seconds without a finished step, while there is work, after which the engine counts as wedged.
     """
@@ -59,6 +63,10 @@ class EngineConfig:
     enforce_eager: bool = False
     attention_backend: str = "auto"
     num_threads: int | None = None
+    batching: str = "continuous"
+    static_batch_size: int = 8
+    static_batch_timeout: float = 0.1
+    step_log: str | None = None
     seed: int | None = None
     step_timeout: float = 60.0
 
@@ -78,6 +86,10 @@ class EngineConfig:
             raise ConfigError(f"--block-size must be a power of two, got {self.block_size}")
         if self.swap_space < 0:
             raise ConfigError(f"--swap-space must be at least 0 GiB, got {self.swap_space}")
+        _one_of("--batching", self.batching, BATCHING)
+        _positive("--static-batch-size", self.static_batch_size)
+        if self.static_batch_timeout < 0:
+            raise ConfigError(f"--static-batch-timeout must be at least 0 seconds, got {self.static_batch_timeout}")
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least --max-num-seqs "

@@ -7,9 +7,13 @@ from collections.abc import Callable, Sequence
 from chairlift.config import EngineConfig
 from chairlift.engine.clock import WallClock
 from chairlift.engine.core import Command, EngineCore
+from chairlift.engine.executor import Capacity
+from chairlift.engine.records import StepLog
 from chairlift.scheduling.config import SchedulerConfig
 from chairlift.scheduling.continuous import ContinuousScheduler
 from chairlift.scheduling.kv.manager import KVManager
+from chairlift.scheduling.scheduler import Scheduler
+from chairlift.scheduling.static import StaticConfig, StaticScheduler
 
 
 def build_core(config: EngineConfig, drain: Callable[[], Sequence[Command]]) -> EngineCore:
@@ -24,9 +28,21 @@ def build_core(config: EngineConfig, drain: Callable[[], Sequence[Command]]) -> 
 
     executor = LocalExecutor(config)
     capacity = executor.capacity()
-    scheduler = ContinuousScheduler(
-        SchedulerConfig(max_num_seqs=config.max_num_seqs, max_num_batched_tokens=capacity.max_num_batched_tokens),
-        KVManager(capacity.num_blocks, capacity.block_size),
-        capacity.max_model_len,
+    scheduler = build_scheduler(config, capacity)
+    return EngineCore(
+        scheduler, executor, WallClock(), drain, capacity.eos_token_ids, step_log=StepLog(config.step_log)
     )
-    return EngineCore(scheduler, executor, WallClock(), drain, capacity.eos_token_ids)
+
+
+def build_scheduler(config: EngineConfig, capacity: Capacity) -> Scheduler:
+    """Returns the policy that ``config`` names, for what ``capacity`` can hold."""
+    kv = KVManager(capacity.num_blocks, capacity.block_size)
+    if config.batching == "static":
+        static = StaticConfig(
+            batch_size=config.static_batch_size,
+            timeout=config.static_batch_timeout,
+            max_num_batched_tokens=max(capacity.max_num_batched_tokens, config.static_batch_size),
+        )
+        return StaticScheduler(static, kv, capacity.max_model_len)
+    limits = SchedulerConfig(max_num_seqs=config.max_num_seqs, max_num_batched_tokens=capacity.max_num_batched_tokens)
+    return ContinuousScheduler(limits, kv, capacity.max_model_len)

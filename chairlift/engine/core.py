@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from chairlift.engine.clock import Clock
 from chairlift.engine.executor import Executor
+from chairlift.engine.records import StepLog
 from chairlift.scheduling.plan import SequenceDelta, StepPlan, StepRecord
 from chairlift.scheduling.request import Request
 from chairlift.scheduling.sampling_params import SamplingParams
@@ -69,24 +70,24 @@ class EngineCore:
         clock: Clock,
         drain: Callable[[], Sequence[Command]],
         eos_token_ids: Collection[int] = (),
+        step_log: StepLog | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.clock = clock
         self._drain = drain
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._late: list[AddRequest] = []
+        self.step_log = StepLog() if step_log is None else step_log
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished, or has come in and is not queued yet."""
-        return self.scheduler.has_work or bool(self._late)
+        """Whether any request is unfinished."""
+        return self.scheduler.has_work
 
     def step(self) -> StepOutput:
         """Runs the loop once; without work it only takes commands."""
         output = StepOutput()
-        late, self._late = self._late, []
-        self._take_commands([*late, *self._drain()], output)
+        self.take_commands(output)
         if self.scheduler.has_work:
             self._run_step(output)
         output.running = self.scheduler.num_running
@@ -104,25 +105,22 @@ class EngineCore:
             return
         result = self.executor.execute(plan)
         self.clock.advance(result.elapsed)
-        self._take_aborts(output)
+        self.take_commands(output)
         committed = self.scheduler.commit(plan, result, self.clock.now())
         output.deltas.extend(committed)
         output.record = self._record(plan, started, result.elapsed, committed)
+        self.step_log.add(output.record)
 
-    def _take_commands(self, commands: Sequence[Command], output: StepOutput) -> None:
-        for command in commands:
-            if isinstance(command, AbortRequest):
-                self._abort(command, output)
-            else:
-                self._add(command, output)
+    def close(self) -> None:
+        """Frees the device and completes the step log."""
+        self.executor.close()
+        self.step_log.close()
 
-    def _take_aborts(self, output: StepOutput) -> None:
-        """Requests that come in while a step runs wait for the next turn; aborts do not."""
+    def take_commands(self, output: StepOutput) -> None:
+        """Takes what has come in; refusals and ends of aborted requests go to ``output``."""
         for command in self._drain():
             if isinstance(command, AddRequest):
-                self._late.append(command)
-            elif any(late.request_id == command.request_id for late in self._late):
-                self._late = [late for late in self._late if late.request_id != command.request_id]
+                self._add(command, output)
             else:
                 self._abort(command, output)
 

@@ -96,7 +96,7 @@ def run_engine(config: EngineConfig, pipe: Connection) -> None:
     except Exception as error:
         pipe.send(Failed(f"{error}\n{traceback.format_exc()}"))
     finally:
-        core.executor.close()
+        core.close()
 
 
 def _loop(core: EngineCore, inbox: _Inbox, pipe: Connection) -> None:

@@ -1,0 +1,132 @@
+"""Flags that several commands share, named as vLLM's are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from chairlift.config import ATTENTION_BACKENDS, BATCHING, DEVICES, DTYPES, EngineConfig
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+
+
+def byte_size(text: str) -> int:
+    """A number of bytes: ``2000000000``, ``2G`` (decimal), ``2GiB`` (binary)."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise click.BadParameter(f"{text!r} is not a size; write bytes, or a number with K, M, G, T or KiB, MiB, GiB")
+    number, letter, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(letter.lower() or " "))
+
+
+_ENGINE_OPTIONS = (
+    click.option("--model", "model_option", metavar="MODEL", help="The same as the positional MODEL."),
+    click.option("--revision", metavar="REV", help="Branch, tag or commit of a hub model."),
+    click.option(
+        "--dtype",
+        type=click.Choice(DTYPES),
+        default="auto",
+        show_default=True,
+        help="Precision of weights and activations. auto: bfloat16 where the device computes in it, else float32.",
+    ),
+    click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Where to compute."),
+    click.option("--max-model-len", type=int, metavar="N", help="Longest sequence in tokens.  [default: the model's]"),
+    click.option("--block-size", type=int, default=16, show_default=True, metavar="N", help="Tokens in a KV block."),
+    click.option(
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="SHARE",
+        help="Share of the device's memory for weights and KV cache; on the CPU, of the memory that is really "
+        "available, container limits included.  [default: 0.90 on CUDA, 0.50 on the CPU]",
+    ),
+    click.option(
+        "--kv-cache-memory-bytes",
+        type=byte_size,
+        metavar="SIZE",
+        help="Size of the KV cache (such as 2GiB), instead of a share.",
+    ),
+    click.option(
+        "--swap-space",
+        type=float,
+        default=0.0,
+        show_default=True,
+        metavar="GIB",
+        help="Host memory for swapped KV blocks. Accepted; without effect in this version, which preempts by "
+        "recomputation.",
+    ),
+    click.option(
+        "--max-num-seqs", type=int, default=128, show_default=True, metavar="N", help="Most sequences in a step."
+    ),
+    click.option(
+        "--max-num-batched-tokens",
+        type=int,
+        metavar="N",
+        help="Most token rows in a step; longer prompts are computed in chunks.  [default: by device]",
+    ),
+    click.option(
+        "--tensor-parallel-size", type=int, default=1, show_default=True, metavar="N", help="Ranks per model."
+    ),
+    click.option("--enforce-eager", is_flag=True, help="Run without captured graphs (there are none yet)."),
+    click.option(
+        "--attention-backend",
+        type=click.Choice(ATTENTION_BACKENDS),
+        default="auto",
+        show_default=True,
+        help="auto: the fastest that the device has.",
+    ),
+    click.option("--num-threads", type=int, metavar="N", help="CPU compute threads.  [default: one for each core]"),
+    click.option(
+        "--batching",
+        type=click.Choice(BATCHING),
+        default="continuous",
+        show_default=True,
+        help="continuous: the batch is decided at every step. static: a batch is filled and kept to its end.",
+    ),
+    click.option(
+        "--static-batch-size", type=int, default=8, show_default=True, metavar="N", help="Sequences in a static batch."
+    ),
+    click.option(
+        "--static-batch-timeout",
+        type=float,
+        default=0.1,
+        show_default=True,
+        metavar="S",
+        help="Seconds to wait for a static batch to fill.",
+    ),
+    click.option(
+        "--step-log", type=click.Path(dir_okay=False), metavar="FILE", help="Write a line of JSON for each step."
+    ),
+    click.option(
+        "--seed", type=int, metavar="N", help="Of the seeds drawn for requests that have none.  [default: random]"
+    ),
+)
+
+
+def engine_options(command: F) -> F:
+    """Adds the flags of :class:`EngineConfig`; turn them into one with :func:`engine_config`."""
+    for option in reversed(_ENGINE_OPTIONS):
+        command = option(command)
+    return command
+
+
+def engine_config(model: str | None, model_option: str | None, **options: Any) -> EngineConfig:
+    """Builds the settings from the flags, and the model from its positional or its named form.
+
+    Raises:
+        click.UsageError: both forms are given and differ.
+        ConfigError: settings that cannot work.
+    """
+    if model and model_option and model != model_option:
+        raise click.UsageError(f"the model is given twice: {model!r} and --model {model_option!r}; give it once")
+    if options.get("swap_space"):
+        click.echo(
+            f"note: --swap-space {options['swap_space']:g} has no effect yet: when KV memory runs out, requests are "
+            "put aside and recomputed",
+            err=True,
+        )
+    return EngineConfig(model=model or model_option or EngineConfig.model, **options)

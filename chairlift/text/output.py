@@ -1,0 +1,270 @@
+"""Tokens from the engine to the text of an answer: one request of the API, with all its sequences.
+
+A streaming handler::
+
+    async with OutputStream(engine, tokenizer, [prompt_token_ids], params) as outputs:
+        async for delta in outputs:
+            ...  # one event for delta.index; the last of each sequence has a finish_reason
+    ...  # outputs.completion_tokens for the usage
+
+and one that answers at once::
+
+    async with OutputStream(engine, tokenizer, [prompt_token_ids], params) as outputs:
+        sequences = await outputs.collect()
+
+Leaving the ``async with``, in whatever way, aborts what still runs and waits until it is gone; so does cancelling the
+task that is inside. A handler has to see to one of the two when its client hangs up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Self
+
+from chairlift.engine.client import AsyncEngineClient
+from chairlift.scheduling.plan import RequestTiming, SequenceDelta
+from chairlift.scheduling.sampling_params import SEED_BITS, SamplingParams
+from chairlift.text.detokenizer import IncrementalDetokenizer
+from chairlift.text.stop import StopMatcher
+from chairlift.text.tokenizer import Tokenizer
+
+
+class SequenceError(RuntimeError):
+    """The engine could not go on with a sequence. The message is its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDelta:
+    """New text of one sequence.
+
+    Attributes:
+        index: which sequence: the n-th of prompt p has ``p * params.n + n``, as OpenAI counts choices.
+        text: what can be shown by now; may be empty while a character or a possible stop string is incomplete.
+        token_ids: the tokens that came, whose text may be held back yet.
+        finish_reason: ``None`` while it goes on; else "stop", "length" or "abort".
+        stop_reason: the stop string, or the token among the request's own ``stop_token_ids``, that ended it; ``None``
+            for the model's end-of-sequence tokens and other ends.
+        timing: when its stages began, with the last delta; ``None`` where a stop string ended it before the engine did.
+    """
+
+    index: int
+    text: str
+    token_ids: Sequence[int] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    timing: RequestTiming | None = None
+
+
+@dataclass(slots=True)
+class SequenceText:
+    """A whole sequence; the fields are those of :class:`OutputDelta`."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    timing: RequestTiming | None = None
+
+
+def fan_out(params: SamplingParams) -> list[SamplingParams]:
+    """The parameters of each of the ``n`` sequences, with ``n=1``.
+
+    The first keeps the seed, so that it is what ``n=1`` would give; the others' are derived from it and their index.
+    Without a seed each draws its own from the engine.
+    """
+    return [replace(params, n=1, seed=_derived_seed(params.seed, index)) for index in range(params.n)]
+
+
+def _derived_seed(seed: int | None, index: int) -> int | None:
+    if seed is None or index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=SEED_BITS // 8).digest()
+    return int.from_bytes(digest, "little")
+
+
+class SequenceOutput:
+    """Turns the engine's deltas of one sequence into text, and ends it at a stop string."""
+
+    def __init__(
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        *,
+        prompt_token_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._index = index
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, prompt_token_ids=prompt_token_ids, skip_special_tokens=skip_special_tokens
+        )
+        self._stop = StopMatcher(stop)
+        self.completion_tokens = 0
+
+    def update(self, delta: SequenceDelta) -> OutputDelta:
+        """Takes what the engine says next.
+
+        A result with a ``finish_reason`` where ``delta`` has none means that a stop string was found: the engine must
+        be told to abort, and nothing more may be fed. Tokens behind the one that completed it are neither counted nor
+        shown, nor is the text of a token that ended the sequence itself.
+
+        Raises:
+            SequenceError: the engine reports an error.
+        """
+        if delta.finish_reason == "error":
+            raise SequenceError(delta.error or "the engine failed on this sequence")
+        shown: list[str] = []
+        ends_with_stop_token = delta.finish_reason == "stop"
+        for count, token_id in enumerate(delta.token_ids, start=1):
+            self.completion_tokens += 1
+            if ends_with_stop_token and count == len(delta.token_ids):
+                break
+            text, matched = self._stop.push(self._detokenizer.add((token_id,)))
+            shown.append(text)
+            if matched is not None:
+                return self._output(delta, shown, delta.token_ids[:count], matched)
+        if delta.finish_reason is not None:
+            text, matched = self._stop.push(self._detokenizer.finish())
+            shown.append(text)
+            if matched is not None:
+                return self._output(delta, shown, delta.token_ids, matched)
+            shown.append(self._stop.flush())
+        return self._output(delta, shown, delta.token_ids, None)
+
+    def _output(
+        self, delta: SequenceDelta, shown: list[str], token_ids: Sequence[int], matched: str | None
+    ) -> OutputDelta:
+        return OutputDelta(
+            index=self._index,
+            text="".join(shown),
+            token_ids=token_ids,
+            finish_reason="stop" if matched is not None else delta.finish_reason,
+            stop_reason=matched if matched is not None else delta.stop_reason,
+            timing=delta.timing,
+        )
+
+
+class OutputStream:
+    """The sequences of one request, merged as their text comes. See the head of this module for how to use it.
+
+    Within ``async with`` each sequence is read by a task of its own. Iterating ends when all sequences have ended; if
+    one fails the others are aborted and its error is raised: :class:`SequenceError`, or
+    :class:`~chairlift.engine.client.EngineDeadError`.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngineClient,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        skip_special_tokens: bool = True,
+        priority: int = 0,
+    ) -> None:
+        """Prepares ``params.n`` sequences for each prompt (token ids); nothing runs before ``async with``."""
+        self._engine = engine
+        self._priority = priority
+        self._sequences: list[tuple[Sequence[int], SamplingParams, SequenceOutput]] = []
+        for prompt in prompts:
+            for sequence_params in fan_out(params):
+                output = SequenceOutput(
+                    len(self._sequences),
+                    tokenizer,
+                    params.stop,
+                    prompt_token_ids=prompt,
+                    skip_special_tokens=skip_special_tokens,
+                )
+                self._sequences.append((prompt, sequence_params, output))
+        self._unfinished = len(self._sequences)
+        self._arrived: asyncio.Queue[OutputDelta | Exception] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens generated by now over all sequences, each up to its finish."""
+        return sum(output.completion_tokens for _, _, output in self._sequences)
+
+    async def __aenter__(self) -> Self:
+        self._tasks = [asyncio.create_task(self._read(*sequence)) for sequence in self._sequences]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __aiter__(self) -> AsyncIterator[OutputDelta]:
+        return self
+
+    async def __anext__(self) -> OutputDelta:
+        if not self._unfinished:
+            raise StopAsyncIteration
+        if not self._tasks:
+            raise RuntimeError("an OutputStream is iterated within its 'async with'")
+        arrived = await self._arrived.get()
+        if isinstance(arrived, Exception):
+            await self.aclose()
+            raise arrived
+        if arrived.finish_reason is not None:
+            self._unfinished -= 1
+        return arrived
+
+    async def collect(self) -> list[SequenceText]:
+        """Waits for all sequences and returns them in order of their index."""
+        sequences = [SequenceText(index) for index in range(len(self._sequences))]
+        texts: list[list[str]] = [[] for _ in sequences]
+        async for delta in self:
+            sequence = sequences[delta.index]
+            texts[delta.index].append(delta.text)
+            sequence.token_ids += delta.token_ids
+            sequence.finish_reason, sequence.stop_reason = delta.finish_reason, delta.stop_reason
+            sequence.timing = delta.timing
+        for sequence, parts in zip(sequences, texts, strict=True):
+            sequence.text = "".join(parts)
+        return sequences
+
+    async def aclose(self) -> None:
+        """Aborts what still runs, and returns when all of it has ended. Safe to call twice; iterating is over."""
+        self._unfinished = 0
+        for task in self._tasks:
+            task.cancel()
+        cancelled: asyncio.CancelledError | None = None
+        # Ends, because each task has been cancelled and only closes its stream; a second cancellation of the caller
+        # must not leave that half done, so it is passed on only afterwards.
+        while running := [task for task in self._tasks if not task.done()]:
+            try:
+                await asyncio.wait(running)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+
+    async def _read(self, prompt: Sequence[int], params: SamplingParams, output: SequenceOutput) -> None:
+        """Reads one sequence until it ends. All that goes wrong goes to whoever iterates."""
+        try:
+            # Called here, so that a task cancelled before its first turn has asked the engine for nothing.
+            stream = self._engine.generate(prompt, params, priority=self._priority)
+            try:
+                async for delta in stream:
+                    result = output.update(delta)
+                    self._arrived.put_nowait(result)
+                    if result.finish_reason is not None:
+                        return
+            finally:
+                await _close(stream)
+            raise SequenceError("the engine ended a sequence without saying why")
+        except Exception as error:
+            self._arrived.put_nowait(error)
+
+
+async def _close(stream: AsyncIterator[SequenceDelta]) -> None:
+    """Closes an iterator that can be closed, which is how the engine hears of an abort."""
+    aclose = getattr(stream, "aclose", None)
+    if aclose is not None:
+        await aclose()

@@ -1,0 +1,71 @@
+"""Stop strings in a stream of text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopMatcher:
+    """Finds the first stop string to be completed, and never lets its beginning out.
+
+    The text may be cut anywhere: what comes out is the same. The match that ends first wins, and of several that end
+    at the same character the longest, so that the text before it ends as early as it can. Time is linear in the text
+    (Knuth, Morris and Pratt 1977, once for each stop string).
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        """Takes the stop strings, none of them empty."""
+        if not all(stop):
+            raise ValueError("stop must not contain an empty string")
+        # Longest first: among those that end at the same character it wins.
+        self._automata = [_Automaton(string) for string in sorted(set(stop), key=len, reverse=True)]
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Takes more text; returns what is safe to show, and the stop string that ended it, if one did.
+
+        After a match the rest is discarded, and the matcher has served.
+        """
+        if not self._automata:
+            return text, None
+        text, seen = self._held + text, len(self._held)
+        for end in range(seen, len(text)):
+            for automaton in self._automata:
+                if automaton.feed(text[end]):
+                    self._held = ""
+                    return text[: end + 1 - len(automaton.string)], automaton.string
+        shown = len(text) - max(automaton.matched for automaton in self._automata)
+        self._held = text[shown:]
+        return text[:shown], None
+
+    def flush(self) -> str:
+        """Returns what was held back, at the end of the text."""
+        held, self._held = self._held, ""
+        return held
+
+
+class _Automaton:
+    """How much of one stop string the text ends with.
+
+    Attributes:
+        string: the stop string.
+        matched: length of its longest beginning that the text so far ends with.
+    """
+
+    def __init__(self, string: str) -> None:
+        self.string = string
+        self.matched = 0
+        # _border[n]: length of the longest proper beginning of string[:n] that is also its end.
+        self._border = [0] * (len(string) + 1)
+        for n in range(1, len(string)):
+            self._border[n + 1] = self._advance(self._border[n], string[n])
+
+    def feed(self, character: str) -> bool:
+        """Takes one character; whether the stop string is now complete."""
+        self.matched = self._advance(self.matched, character)
+        return self.matched == len(self.string)
+
+    def _advance(self, matched: int, character: str) -> int:
+        while matched and self.string[matched] != character:
+            matched = self._border[matched]
+        return matched + 1 if self.string[matched] == character else 0

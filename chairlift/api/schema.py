@@ -14,7 +14,16 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from chairlift.api.errors import APIError, bad_request, shown
@@ -24,6 +33,7 @@ MAX_N = 128
 MAX_STOPS = 16
 MAX_STOP_TOKENS = 256
 COMPLETION_MAX_TOKENS = 16
+TEMPLATE_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_prompt"})
 
 B = TypeVar("B", bound="Body")
 
@@ -156,7 +166,12 @@ class GenerationBody(Body):
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def sampling_params(self, *, max_tokens: int) -> SamplingParams:
+    @property
+    def requested_max_tokens(self) -> int | None:
+        """How many tokens the client wants at most, if it says so."""
+        return self.max_tokens
+
+    def sampling_params(self, *, max_tokens: int | None) -> SamplingParams:
         """Returns what the sampler is asked, with the API's defaults where the body says nothing."""
         return SamplingParams(
             n=_or(self.n, 1),
@@ -238,6 +253,18 @@ class ChatBody(GenerationBody):
     )
     add_generation_prompt: bool | None = Field(None, description="End the prompt with the assistant's turn begun.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="More variables for the chat template.")
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _no_reserved_variables(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if reserved := TEMPLATE_VARIABLES & (value or {}).keys():
+            raise PydanticCustomError("reserved", f"should not set {min(reserved)}, which the request's own fields do")
+        return value
+
+    @property
+    def requested_max_tokens(self) -> int | None:
+        """How many tokens the client wants at most, if it says so."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 def _or(value: Any, default: Any) -> Any:

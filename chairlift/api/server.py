@@ -33,12 +33,14 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         OSError: the address cannot be had; the message names it and says what to change.
     """
+    if not 0 <= port < 2**16:  # the resolver would wrap it around
+        raise OSError(f"there is no port {port}; give --port one from 0 to {2**16 - 1}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except (socket.gaierror, OverflowError) as error:
-        raise OSError(f"cannot resolve {host} port {port} ({error}); check --host and --port") from error
+    except (socket.gaierror, UnicodeError) as error:
+        raise OSError(f"cannot resolve {host} ({error}); check --host") from error
     sock = socket.socket(family, kind, protocol)
     try:
         # Linux lets no two listeners share a port by this; it only skips the wait for old connections to time out.

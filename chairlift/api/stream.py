@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+import time
+import uuid
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -31,6 +33,44 @@ def event(data: object) -> bytes:
     https://html.spec.whatwg.org/multipage/server-sent-events.html: JSON has no raw line break, so one line will do.
     """
     return f"data: {encode_json(data)}\n\n".encode()
+
+
+class Answer:
+    """What every part of one answer carries: its id, when it was made, and the model's name as the client wrote it."""
+
+    def __init__(self, id_prefix: str, model: str) -> None:
+        self._id = f"{id_prefix}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._model = model
+
+    def head(self, kind: str) -> dict[str, Any]:
+        """The fields that a response object of this kind begins with."""
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+
+    def events(self, kind: str, *, include_usage: bool) -> Events:
+        """The writer of this answer's stream."""
+        return Events(self.head(kind), include_usage)
+
+
+class Events:
+    """Writes the chunks of one stream. Only what changes is encoded: this runs for every token of every stream.
+
+    Args:
+        head: the fields that each chunk begins with.
+        include_usage: whether chunks have a field for the usage, null in all but the last, as the API has it then.
+    """
+
+    def __init__(self, head: Mapping[str, Any], include_usage: bool) -> None:
+        self._head = f"data: {encode_json(head)[:-1]},"
+        self._tail = '}],"usage":null}\n\n' if include_usage else "}]}\n\n"
+
+    def choice(self, fields: str) -> bytes:
+        """A chunk with one choice, whose fields are given as JSON without the braces."""
+        return f'{self._head}"choices":[{{{fields}{self._tail}'.encode()
+
+    def usage(self, usage: Mapping[str, int]) -> bytes:
+        """The chunk that has the usage, and no choice."""
+        return f'{self._head}"choices":[],"usage":{encode_json(usage)}}}\n\n'.encode()
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -66,7 +106,7 @@ class EventStream(Response):
 
     The answer begins with the first chunk, so that what goes wrong before is still told by a status: an
     :class:`APIError` becomes the whole answer. Later on it becomes an event, the last one. Chunks are pulled, one
-    whenever the connection takes more, so that a slow reader finds the text merged and not a queue of chunks.
+    whenever the connection takes more, so that a slow reader delays nobody else.
 
     Args:
         chunks: whole events; closed when the client hangs up.

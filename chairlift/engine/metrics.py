@@ -2,20 +2,23 @@
 
 Names, labels and buckets are vLLM's under a prefix of our own, so that a dashboard made for it needs one replacement:
 https://docs.vllm.ai/en/latest/usage/metrics.html. Latencies are a client's: their clock starts when the server has
-read the request, and a token counts when its text is ready to send.
+read the request, and a token counts when it has come from the engine, before it is text.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import fields
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
-from chairlift.engine.client import EngineStats
-from chairlift.scheduling.plan import RowCounts, StepRecord
+from chairlift.engine.client import AsyncEngineClient, EngineStats
+from chairlift.engine.executor import Capacity
+from chairlift.scheduling.plan import RequestTiming, RowCounts, SequenceDelta, StepRecord
+from chairlift.scheduling.sampling_params import SamplingParams
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -120,6 +123,64 @@ class EngineMetrics:
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         metric = Histogram(f"chairlift:{name}", text, ("model_name",), registry=self.registry, buckets=buckets)
         return metric.labels(self._model_name)
+
+
+class MeteredEngine:
+    """An engine whose sequences are counted. Otherwise it is the engine: an :class:`AsyncEngineClient`.
+
+    How a sequence ended is the engine's word. Where the reader leaves before that, being cancelled means that nobody
+    wants the text any more, and closing the iterator that the text is complete: a stop string was found.
+    """
+
+    def __init__(self, engine: AsyncEngineClient, metrics: EngineMetrics) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        engine.subscribe(metrics.on_step)
+
+    @property
+    def capacity(self) -> Capacity:
+        """What fits, and what is loaded."""
+        return self._engine.capacity
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, priority: int = 0
+    ) -> AsyncIterator[SequenceDelta]:
+        """Runs one sequence, and counts it."""
+        sequence = self._metrics.begin(len(prompt_token_ids))
+        stream = self._engine.generate(prompt_token_ids, params, priority=priority)
+        try:
+            async for delta in stream:
+                if delta.token_ids:
+                    sequence.on_tokens(len(delta.token_ids))
+                if delta.finish_reason is not None:
+                    sequence.on_end(delta.finish_reason, _queued_seconds(delta.timing))
+                yield delta
+        except GeneratorExit:
+            sequence.on_end("stop")
+            raise
+        except asyncio.CancelledError:
+            sequence.on_end("abort")
+            raise
+        finally:
+            sequence.on_end("error")  # unless one of the others came first
+            if isinstance(stream, AsyncGenerator):
+                await stream.aclose()
+
+    def stats(self) -> EngineStats:
+        """Returns the state as last heard. Never blocks."""
+        return self._engine.stats()
+
+    def subscribe(self, on_step: Callable[[StepRecord], None]) -> None:
+        """Calls back after each step."""
+        self._engine.subscribe(on_step)
+
+    async def close(self) -> None:
+        """Ends the engine."""
+        await self._engine.close()
+
+
+def _queued_seconds(timing: RequestTiming | None) -> float | None:
+    return None if timing is None or timing.admitted is None else timing.admitted - timing.arrival
 
 
 class SequenceMetrics:

@@ -1,0 +1,138 @@
+"""What completions and chat completions share: from a prompt and a checked body to text, within the model's limits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from chairlift.api.errors import APIError, bad_request, engine_failed, shown
+from chairlift.api.schema import GenerationBody
+from chairlift.engine.client import AsyncEngineClient, EngineDeadError
+from chairlift.engine.metrics import EngineMetrics
+from chairlift.text.errors import PromptError
+from chairlift.text.output import OutputStream, SequenceError
+from chairlift.text.tokenizer import Tokenizer
+
+MAX_SEQUENCES = 2048
+"""Most choices of one request: prompts times n. Each costs memory from the start, whatever the batch can hold."""
+INLINE_CHARACTERS = 8192
+"""Longer texts are tokenized in a thread, which the tokenizer lets others run beside: at some hundred nanoseconds a
+character, a prompt of megabytes would else stop every stream for a while."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Frontend:
+    """What the handlers work with.
+
+    Attributes:
+        engine: runs the sequences; counts them in ``metrics``.
+        tokenizer: of the engine's model.
+        metrics: of the engine.
+        served_model_names: what clients may call the model.
+        max_body_bytes: larger request bodies are refused.
+    """
+
+    engine: AsyncEngineClient
+    tokenizer: Tokenizer
+    metrics: EngineMetrics
+    served_model_names: Sequence[str]
+    max_body_bytes: int
+
+    def check_model(self, name: str) -> None:
+        """Raises a 404 :class:`APIError` unless a model is served under this name."""
+        if name not in self.served_model_names:
+            raise APIError(
+                404,
+                f"the model {shown(name)} does not exist; served here: {', '.join(self.served_model_names)}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+        """Returns the token ids of a text from the field ``param``.
+
+        Raises:
+            APIError: 400, the text cannot become tokens.
+        """
+        return await self.text_work(
+            lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens), len(text), param
+        )
+
+    async def text_work(self, work: Callable[[], T], characters: int, param: str) -> T:
+        """Runs ``work`` on a text of so many characters: here if it is short, in a thread if not."""
+        try:
+            return work() if characters <= INLINE_CHARACTERS else await asyncio.to_thread(work)
+        except PromptError as error:
+            raise bad_request(str(error), param) from error
+
+    def outputs(
+        self, prompts: Sequence[Sequence[int]], body: GenerationBody, *, max_tokens: int | None, param: str
+    ) -> OutputStream:
+        """Checks prompts against the model's limits and prepares their sequences.
+
+        Args:
+            prompts: token ids.
+            body: what to sample, and how often.
+            max_tokens: what the client asked for; ``None`` for up to the model's length.
+            param: the field that the prompts come from.
+
+        Raises:
+            APIError: 400, the request cannot be run. The message has the arithmetic.
+        """
+        params = body.sampling_params(max_tokens=max_tokens)
+        if len(prompts) * params.n > MAX_SEQUENCES:
+            raise bad_request(
+                f"{len(prompts)} prompts with n = {params.n} make {len(prompts) * params.n} choices, and the limit is "
+                f"{MAX_SEQUENCES}; send fewer at once",
+                param,
+            )
+        for prompt in prompts:
+            self._check_prompt(prompt, body.requested_max_tokens, param)
+        self._check_tokens(params.stop_token_ids, "stop_token_ids")
+        return OutputStream(self.engine, self.tokenizer, prompts, params, priority=body.priority or 0)
+
+    def _check_prompt(self, prompt: Sequence[int], max_tokens: int | None, param: str) -> None:
+        if not prompt:
+            raise bad_request("the prompt is empty; it must have at least one token", param, code="empty_prompt")
+        self._check_tokens(prompt, param)
+        limit = self.engine.capacity.max_model_len
+        if len(prompt) + (max_tokens or 1) > limit:
+            wanted = f"max_tokens = {max_tokens}" if max_tokens else "at least 1 token to generate"
+            raise bad_request(
+                f"the model's limit is {limit} tokens, and the prompt's {len(prompt)} and {wanted} make "
+                f"{len(prompt) + (max_tokens or 1)}; shorten the prompt{' or lower max_tokens' if max_tokens else ''}",
+                param,
+                code="context_length_exceeded",
+            )
+
+    def _check_tokens(self, token_ids: Sequence[int], param: str) -> None:
+        vocab_size = self.engine.capacity.vocab_size
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+            wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
+            raise bad_request(f"{shown(wrong)} is no token id; they are from 0 to {vocab_size - 1}", param)
+
+
+@contextmanager
+def engine_errors() -> Iterator[None]:
+    """Turns what the engine raises into what the client is told."""
+    try:
+        yield
+    except EngineDeadError as error:
+        raise engine_failed(str(error)) from error
+    except SequenceError as error:
+        raise APIError(500, str(error), code="generation_failed") from error
+
+
+def usage(prompts: Sequence[Sequence[int]], completion_tokens: int) -> dict[str, int]:
+    """The ``usage`` of an answer; a prompt counts once, whatever ``n`` is."""
+    prompt_tokens = sum(map(len, prompts))
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }

@@ -1,0 +1,1 @@
+"""Workloads, metric definitions, the comparison of policies, and the load generator."""

@@ -213,3 +213,8 @@ def test_no_messages_and_no_default_template() -> None:
 def test_variables_of_the_client_cannot_replace_the_conversation() -> None:
     template = ChatTemplate({"default": "{{ messages[0].content }} {{ extra }}"})
     assert template.render([{"role": "user", "content": "mine"}], messages=[], extra=1) == "mine 1"
+
+
+def test_a_key_without_a_value_counts_as_missing() -> None:
+    template = ChatTemplate({"default": "{{ messages[0].content is defined }} {{ messages[0].name is defined }}"})
+    assert template.render([{"role": "assistant", "content": None, "name": "x"}]) == "False True"

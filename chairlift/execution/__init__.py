@@ -1,0 +1,1 @@
+"""Compute: from a plan to tensors, through the model, to tokens."""

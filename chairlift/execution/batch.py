@@ -1,0 +1,85 @@
+"""From a plan to the tensors of a forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from chairlift.model.attention.base import BatchLayout
+from chairlift.scheduling.plan import SequenceChunk, StepPlan
+from chairlift.scheduling.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's chunks, laid end to end.
+
+    Attributes:
+        token_ids: [T] int64.
+        positions: [T] int64, each row's position in its sequence.
+        layout: where the rows lie and where their keys and values go.
+        sampled_rows: [S] int64, the rows whose logits are wanted, in plan order.
+        sampling: how to sample each of them.
+        sample_positions: the position of each token that is sampled.
+        sampled_ids: the request of each.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    layout: BatchLayout
+    sampled_rows: Tensor
+    sampling: Sequence[SamplingParams]
+    sample_positions: Sequence[int]
+    sampled_ids: Sequence[str]
+
+
+def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
+    """Lays out a plan that has at least one chunk."""
+    chunks = plan.chunks
+    lengths = np.array([len(chunk.token_ids) for chunk in chunks], np.int64)
+    starts = np.array([chunk.start for chunk in chunks], np.int64)
+    bounds = np.concatenate(([0], np.cumsum(lengths)))
+    seq_lens = starts + lengths
+    tables = _block_tables(chunks, -(-seq_lens // block_size))
+
+    sequence = np.repeat(np.arange(len(chunks)), lengths)
+    positions = np.arange(bounds[-1]) + (starts - bounds[:-1])[sequence]
+    slots = tables[sequence, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    token_ids = np.fromiter(chain.from_iterable(chunk.token_ids for chunk in chunks), np.int64, bounds[-1])
+    sampled = [i for i, chunk in enumerate(chunks) if chunk.sampling is not None]
+    rows = np.array([bounds[i + 1] - 1 - chunks[i].num_padding for i in sampled], np.int64)
+
+    def to_device(array: npt.NDArray[np.integer]) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    layout = BatchLayout(
+        query_start=to_device(bounds.astype(np.int32)),
+        seq_lens=to_device(seq_lens.astype(np.int32)),
+        block_tables=to_device(tables),
+        slot_mapping=to_device(slots),
+        max_query_len=int(lengths.max()),
+        max_seq_len=int(seq_lens.max()),
+    )
+    return Batch(
+        token_ids=to_device(token_ids),
+        positions=to_device(positions),
+        layout=layout,
+        sampled_rows=to_device(rows),
+        sampling=[chunk.sampling for chunk in chunks if chunk.sampling is not None],
+        sample_positions=[chunks[i].sample_position for i in sampled],
+        sampled_ids=[chunks[i].request_id for i in sampled],
+    )
+
+
+def _block_tables(chunks: Sequence[SequenceChunk], num_blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """[B, most blocks] int32: the blocks that each sequence has reached, and 0 behind them."""
+    tables = np.zeros((len(chunks), int(num_blocks.max())), np.int32)
+    for table, chunk, used in zip(tables, chunks, num_blocks.tolist(), strict=True):
+        table[:used] = chunk.block_table[:used]
+    return tables

@@ -1,0 +1,45 @@
+"""The memory that keys and values live in."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from chairlift.model.attention.base import LayerKV
+from chairlift.model.config import ModelConfig
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of one token's keys and values over all layers."""
+    return config.num_layers * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+class KVStore:
+    """Keys and values of every layer, in blocks. Which sequence owns a block is the scheduler's business.
+
+    Attributes:
+        layers: one :class:`LayerKV` for each layer of the model.
+        num_blocks: blocks in each.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.num_blocks = num_blocks
+        heads, width = config.num_kv_heads, config.head_dim
+        self.layers = [
+            LayerKV(
+                key=_zeros((num_blocks, heads, width, block_size), dtype, device),
+                value=_zeros((num_blocks, heads, block_size, width), dtype, device),
+            )
+            for _ in range(config.num_layers)
+        ]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # NumPy asks the system for zeroed pages, which are only there once they are touched; torch would write them all.
+    pages = np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), np.uint8)
+    return torch.from_numpy(pages).view(dtype)

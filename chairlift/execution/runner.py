@@ -1,0 +1,48 @@
+"""Runs one step of a model: plan, batch, forward pass, logits of the sampled rows, tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from chairlift.execution.batch import build_batch
+from chairlift.execution.kv_store import KVStore
+from chairlift.execution.sampler import NonFiniteLogitsError, sample
+from chairlift.model.attention.base import AttentionBackend
+from chairlift.model.llama import CausalLM
+from chairlift.scheduling.plan import StepPlan
+
+
+class ModelRunner:
+    """A model with its attention backend and its KV cache. Keeps nothing of a plan once it has run."""
+
+    def __init__(
+        self, model: CausalLM, attention: AttentionBackend[Any], kv: KVStore, *, block_size: int, device: torch.device
+    ) -> None:
+        self.model = model
+        self.attention = attention
+        self.kv = kv
+        self.block_size = block_size
+        self.device = device
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> list[int]:
+        """Computes a plan and returns its sampled tokens, in plan order.
+
+        Raises:
+            NonFiniteLogitsError: the model computed nonsense for some request; the message names it.
+        """
+        if not plan.chunks:
+            return []
+        batch = build_batch(plan, self.block_size, self.device)
+        metadata = self.attention.prepare(batch.layout)
+        hidden = self.model(batch.token_ids, batch.positions, self.kv.layers, self.attention, metadata)
+        if not batch.sampled_ids:
+            return []
+        logits = self.model.logits(hidden[batch.sampled_rows])
+        try:
+            return sample(logits, batch.sampling, batch.sample_positions)
+        except NonFiniteLogitsError as error:
+            requests = ", ".join(batch.sampled_ids[row] for row in error.rows)
+            raise NonFiniteLogitsError(error.rows, f"request {requests} in step {plan.step}") from None

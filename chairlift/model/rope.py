@@ -142,7 +142,7 @@ def _llama3_frequencies(inv_freq: Tensor, scaling: dict[str, Any]) -> Tensor:
         scaling["original_max_position_embeddings"],
     )
     turns = length * inv_freq / (2 * math.pi)  # over the original context
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    kept: Tensor = ((turns - low) / (high - low)).clamp(0, 1)
     stretched: Tensor = inv_freq / scaling["factor"]
     return (1 - kept) * stretched + kept * inv_freq
 

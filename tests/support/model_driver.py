@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -91,8 +92,8 @@ def _step(
         max_seq_len=max(s.computed for s in running),
     )
     hidden = model(
-        torch.tensor(sum(chunks, []), device=device),
-        torch.tensor(sum(positions, []), device=device),
+        torch.tensor([*chain(*chunks)], device=device),
+        torch.tensor([*chain(*positions)], device=device),
         kv_caches,
         attention,
         attention.prepare(layout),

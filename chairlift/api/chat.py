@@ -11,8 +11,8 @@ from starlette.responses import JSONResponse, Response
 from chairlift.api.body import read_json
 from chairlift.api.generation import Frontend, engine_errors, usage
 from chairlift.api.schema import ChatBody, MessageBody, parse
-from chairlift.api.stream import DONE, Answer, EventStream, encode_json, unless_disconnected
-from chairlift.text.output import OutputDelta, OutputStream
+from chairlift.api.stream import DONE, GOES_ON, Answer, EventStream, encode_json, ending_of, unless_disconnected
+from chairlift.text.output import OutputStream
 
 MESSAGE_CHARACTERS = 64
 """How much text takes a template as long as a message without any."""
@@ -88,7 +88,7 @@ async def _chunks(
                 if delta.text:
                     chunk += events.choice(_choice(delta.index, f'"content":{encode_json(delta.text)}'))
                 if delta.finish_reason:
-                    chunk += events.choice(_choice(delta.index, "", delta))
+                    chunk += events.choice(_choice(delta.index, "", ending_of(delta)))
                 if chunk:
                     yield chunk
     if include_usage:
@@ -96,9 +96,5 @@ async def _chunks(
     yield DONE
 
 
-def _choice(index: int, delta: str, last: OutputDelta | None = None) -> str:
-    finish_reason, stop_reason = (last.finish_reason, last.stop_reason) if last else (None, None)
-    return (
-        f'"index":{index},"delta":{{{delta}}},"logprobs":null,'
-        f'"finish_reason":{encode_json(finish_reason)},"stop_reason":{encode_json(stop_reason)}'
-    )
+def _choice(index: int, delta: str, ending: str = GOES_ON) -> str:
+    return f'"index":{index},"delta":{{{delta}}},"logprobs":null,{ending}'

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from chairlift.api.body import read_json
 from chairlift.api.generation import Frontend, engine_errors, usage
 from chairlift.api.schema import COMPLETION_MAX_TOKENS, CompletionBody, parse
-from chairlift.api.stream import DONE, Answer, EventStream, encode_json, unless_disconnected
+from chairlift.api.stream import DONE, Answer, EventStream, encode_json, ending_of, unless_disconnected
 from chairlift.text.output import OutputStream
 
 
@@ -66,9 +66,7 @@ async def _chunks(
             async for delta in outputs:
                 if delta.text or delta.finish_reason:
                     yield events.choice(
-                        f'"index":{delta.index},"text":{encode_json(delta.text)},"logprobs":null,'
-                        f'"finish_reason":{encode_json(delta.finish_reason)},'
-                        f'"stop_reason":{encode_json(delta.stop_reason)}'
+                        f'"index":{delta.index},"text":{encode_json(delta.text)},"logprobs":null,{ending_of(delta)}'
                     )
     if include_usage:
         yield events.usage(usage(prompts, outputs.completion_tokens))

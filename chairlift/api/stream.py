@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from chairlift.api.errors import APIError
+from chairlift.text.output import OutputDelta
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,15 @@ DONE = b"data: [DONE]\n\n"
 
 encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 """Writes JSON as compactly as it goes; a text becomes a JSON string without a detour."""
+
+GOES_ON = '"finish_reason":null,"stop_reason":null'
+
+
+def ending_of(delta: OutputDelta) -> str:
+    """The fields of a choice that say whether and how it ended, as JSON without the braces."""
+    if delta.finish_reason is None:
+        return GOES_ON
+    return f'"finish_reason":{encode_json(delta.finish_reason)},"stop_reason":{encode_json(delta.stop_reason)}'
 
 
 def event(data: object) -> bytes:

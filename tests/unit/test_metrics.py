@@ -1,6 +1,11 @@
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+
 from chairlift.engine.client import EngineStats
-from chairlift.engine.metrics import EngineMetrics
-from chairlift.scheduling.plan import RowCounts, StepRecord
+from chairlift.engine.executor import Capacity
+from chairlift.engine.metrics import EngineMetrics, MeteredEngine
+from chairlift.scheduling.plan import RowCounts, SequenceDelta, StepRecord
+from chairlift.scheduling.sampling_params import SamplingParams
 
 
 class Clock:
@@ -108,6 +113,72 @@ def test_token_count_buckets_end_at_the_model_length() -> None:
         if sample.name == "chairlift:request_prompt_tokens_bucket"
     ]
     assert bounds == ["1.0", "2.0", "5.0", "10.0", "20.0", "50.0", "+Inf"]
+
+
+class OneTokenAtATime:
+    """An engine that goes on until it is closed, and says when it is."""
+
+    capacity = Capacity(num_blocks=1, block_size=1, max_model_len=64, vocab_size=10)
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, priority: int = 0
+    ) -> AsyncIterator[SequenceDelta]:
+        try:
+            while True:
+                await asyncio.sleep(0)
+                yield SequenceDelta("0", (1,))
+        finally:
+            await asyncio.sleep(0)
+            self.closed = True
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    def subscribe(self, on_step: Callable[[StepRecord], None]) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+def test_closing_a_metered_sequence_closes_the_engines() -> None:
+    metrics, _ = make()
+    engine = OneTokenAtATime()
+
+    async def main() -> None:
+        stream = MeteredEngine(engine, metrics).generate([1, 2], SamplingParams())
+        assert isinstance(stream, AsyncGenerator)
+        await anext(stream)
+        await stream.aclose()
+        assert engine.closed
+
+    asyncio.run(main())
+    assert value(metrics, "request_success_total", finished_reason="stop") == 1
+    assert value(metrics, "prompt_tokens_total") == 2
+
+
+def test_cancelling_a_metered_sequence_counts_as_an_abort() -> None:
+    metrics, _ = make()
+    engine = OneTokenAtATime()
+
+    async def main() -> None:
+        async def read() -> None:
+            async for _ in MeteredEngine(engine, metrics).generate([1, 2], SamplingParams()):
+                pass
+
+        task = asyncio.create_task(read())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert engine.closed
+
+    asyncio.run(main())
+    assert value(metrics, "request_success_total", finished_reason="abort") == 1
+    assert value(metrics, "request_success_total", finished_reason="stop") == 0
 
 
 def test_two_engines_do_not_share_metrics() -> None:

@@ -18,9 +18,11 @@ import httpx
 import openai
 import pytest
 from fastapi import FastAPI
-from starlette.types import ASGIApp
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message
 
 from chairlift.api.server import bind, url_of
+from chairlift.api.stream import unless_disconnected
 
 pytestmark = pytest.mark.anyio
 Live = Callable[[ASGIApp], AbstractAsyncContextManager[str]]
@@ -173,6 +175,40 @@ async def test_a_reader_that_never_reads_delays_nobody_and_can_leave(app: FastAP
         await settled(lambda: engine.running == 0)
 
 
+async def test_work_is_gone_when_a_hang_up_is_reported() -> None:
+    ended = False
+    baseline = asyncio.all_tasks()
+
+    async def work() -> None:
+        nonlocal ended
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await asyncio.sleep(0.01)
+            ended = True
+
+    async def receive() -> Message:
+        await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    with pytest.raises(ClientDisconnect):
+        await unless_disconnected(receive, work())
+    assert ended
+    assert asyncio.all_tasks() == baseline
+
+
+async def test_cancelling_the_request_cancels_its_work(app: FastAPI, engine: Any) -> None:
+    engine.pause = lambda: 3600.0
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        for stream in (False, True):
+            request = asyncio.create_task(client.post("/v1/completions", json=HI | {"stream": stream}))
+            await settled(lambda: engine.running == 1)
+            request.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await request
+            assert engine.running == 0
+
+
 # ---- bodies on the wire ----
 
 
@@ -190,6 +226,14 @@ async def test_a_ten_megabyte_body_gets_its_413(app: FastAPI, live: Live) -> Non
             assert response.status_code == 413
             assert response.json()["error"]["code"] == "request_too_large"
             assert (await client.post("/v1/completions", json=HI)).status_code == 200
+
+
+async def test_a_body_that_is_announced_as_too_large_is_not_waited_for(app: FastAPI, live: Live) -> None:
+    async with live(app) as url:
+        reader, writer = await connect(url)
+        writer.write(request_bytes("/v1/completions", HI | {"user": "x" * 200_000})[:200])
+        assert b"413" in await reader.readline()
+        writer.close()
 
 
 async def test_a_body_that_comes_byte_by_byte(app: FastAPI, live: Live) -> None:

@@ -111,8 +111,8 @@ def activation_bytes(config: ModelConfig, *, num_tokens: int, num_seqs: int, max
     attention = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     # Residual, norm in float32, fused projections and their parts; the widest layer's live at the same time.
     row = itemsize * (2 * config.hidden_size + 2 * attention + 3 * config.intermediate_size) + 12 * config.hidden_size
-    # Logits as computed and in float32, scaled, with noise and with its integers.
-    logits = config.vocab_size * (itemsize + 5 * 4)
+    # As computed and in float32; the sampler takes few rows at a time.
+    logits = config.vocab_size * (itemsize + 2 * 4)
     # A backend may gather one sequence's keys and values in float32.
     gathered = 2 * config.num_kv_heads * config.head_dim * max_model_len * 4
     return num_tokens * row + num_seqs * logits + gathered

@@ -16,13 +16,16 @@ from torch import Tensor
 
 from chairlift.scheduling.sampling_params import SamplingParams
 
-# The most likely tokens looked at first where top_k or top_p restricts the choice; the whole vocabulary is only
-# sorted for rows that need more.
-CANDIDATES = 256
+# How many of the most likely tokens to look at where top_k or top_p restricts the choice: few at first, more for the
+# rows that need them. The whole vocabulary comes last, since it takes long to sort.
+CANDIDATES = (256, 4096)
 # A temperature below this cannot be told from greedy in float32.
 MIN_TEMPERATURE = 1e-5
 # Above any sum of probabilities, whatever the rounding.
 NO_TOP_P = 2.0
+
+# Rows are sampled a few at a time, so that what is computed on the way stays in the CPU's caches, and small elsewhere.
+MAX_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 _MASK_64 = (1 << 64) - 1
 
@@ -46,27 +49,22 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
     Raises:
         NonFiniteLogitsError: some row's logits are unusable.
     """
-    best = logits.argmax(dim=-1)
-    peaks = logits.gather(1, best[:, None])
     # NaN counts as the largest, so the peak alone tells.
+    peaks, best = logits.max(dim=-1, keepdim=True)
     if not bool(peaks.isfinite().all()):
-        bad = (~peaks.isfinite()).squeeze(1).nonzero().flatten().tolist()
+        bad = (~peaks.isfinite()).flatten().nonzero().flatten().tolist()
         raise NonFiniteLogitsError(bad, f"rows {bad}")
-    tokens: list[int] = best.tolist()
+    tokens: list[int] = best.flatten().tolist()
+    size = max(1, MAX_NUMBERS[logits.device.type] // logits.shape[1])
     for restricted in (False, True):
         rows = [i for i, p in enumerate(params) if not p.greedy and _restricted(p) == restricted]
-        if not rows:
-            continue
-        index = torch.tensor(rows, device=logits.device)
-        chosen = [params[i] for i in rows]
-        temperature = _column([max(p.temperature, MIN_TEMPERATURE) for p in chosen], logits.device)
-        # The peak goes first: dividing by a small temperature would otherwise overflow.
-        scaled = (logits[index] - peaks[index]).div_(temperature)
-        scaled.masked_fill_(scaled < _column([_log(p.min_p) for p in chosen], logits.device), -math.inf)
-        keys = _keys(chosen, [positions[i] for i in rows], logits.device)
-        drawn = _draw_restricted(scaled, keys, chosen) if restricted else _draw(scaled, keys)
-        for i, token in zip(rows, drawn.tolist(), strict=True):
-            tokens[i] = token
+        for part in (rows[i : i + size] for i in range(0, len(rows), size)):
+            chosen = [params[i] for i in part]
+            scaled = _scale(logits[part], peaks[part], chosen)
+            keys = _keys(chosen, [positions[i] for i in part], logits.device)
+            drawn = _draw_restricted(scaled, keys, chosen) if restricted else _draw(scaled, keys)
+            for i, token in zip(part, drawn.tolist(), strict=True):
+                tokens[i] = token
     return tokens
 
 
@@ -95,6 +93,14 @@ def gumbel_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
+def _scale(logits: Tensor, peaks: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Logits over temperature, relative to their peak; minus infinity for what min_p drops. Same shape."""
+    temperature = _column([max(p.temperature, MIN_TEMPERATURE) for p in params], logits.device)
+    # The peak goes first: dividing by a small temperature would otherwise overflow.
+    scaled = (logits - peaks).div_(temperature)
+    return scaled.masked_fill_(scaled < _column([_log(p.min_p) for p in params], logits.device), -math.inf)
+
+
 def _draw(scaled: Tensor, keys: Tensor) -> Tensor:
     """Draws from the whole vocabulary: [S, vocab_size] to [S]."""
     every = torch.arange(scaled.shape[1], dtype=torch.int32, device=scaled.device)
@@ -108,7 +114,7 @@ def _draw_restricted(scaled: Tensor, keys: Tensor, params: Sequence[SamplingPara
     top_p = _column([p.top_p if p.top_p < 1 else NO_TOP_P for p in params], scaled.device)
     tokens = torch.empty(len(scaled), dtype=torch.int64, device=scaled.device)
     open_rows = torch.arange(len(scaled), device=scaled.device)
-    for size in sorted({min(CANDIDATES, vocab_size), vocab_size}):
+    for size in sorted({min(n, vocab_size) for n in (*CANDIDATES, vocab_size)}):
         rows = scaled[open_rows]
         values, ids = rows.topk(size, dim=-1)
         kept = _restrict(values, rows, top_k[open_rows], top_p[open_rows])

@@ -1,0 +1,202 @@
+"""Every attention backend against the reference, and the reference against torch's own attention."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+import torch
+from support.paged_batch import Heads, PagedBatch, paged_batch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from chairlift.config import ConfigError
+from chairlift.model.attention.base import AttentionBackend, LayerKV
+from chairlift.model.attention.cpu import CpuAttention
+from chairlift.model.attention.reference import ReferenceAttention
+from chairlift.model.attention.select import select_backend
+
+MIXED = [(1, 1), (1, 17), (5, 5), (40, 200), (1, 64), (3, 129), (1, 300)]
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Bits compare equal where numbers would not: NaN, and zeros of either sign."""
+    return tensor.view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32)
+
+
+def assert_conforms(
+    kind: type[AttentionBackend[Any]], heads: Heads, chunks: list[tuple[int, int]], window: int | None = None
+) -> None:
+    batch = paged_batch(heads, chunks)
+    expected, expected_kv = batch.run(heads.backend(ReferenceAttention), window)
+    output, kv = batch.run(heads.backend(kind), window)
+    assert output.dtype == heads.dtype
+    assert torch.isfinite(expected).all()
+    torch.testing.assert_close(output, expected, atol=TOLERANCE[heads.dtype], rtol=TOLERANCE[heads.dtype])
+    assert torch.equal(bits(kv.key), bits(expected_kv.key))
+    assert torch.equal(bits(kv.value), bits(expected_kv.value))
+
+
+def contiguous(batch: PagedBatch, kv: LayerKV, sequence: int) -> tuple[Tensor, Tensor, Tensor]:
+    """One sequence's rows of the query, and all its keys and values, as [heads, tokens, dim]."""
+    first, last = batch.layout.query_start[sequence : sequence + 2].tolist()
+    length = int(batch.layout.seq_lens[sequence])
+    keys, values = [], []
+    for position in range(length):
+        block = int(batch.layout.block_tables[sequence, position // kv.block_size])
+        keys.append(kv.key[block, :, :, position % kv.block_size])
+        values.append(kv.value[block, :, position % kv.block_size])
+    return batch.query[first:last].transpose(0, 1), torch.stack(keys, 1), torch.stack(values, 1)
+
+
+@pytest.mark.parametrize("window", [None, 1, 20])
+def test_reference_is_plain_causal_attention(window: int | None) -> None:
+    batch = paged_batch(Heads(head_dim=16, block_size=4), MIXED)
+    output, kv = batch.run(Heads(head_dim=16, block_size=4).backend(ReferenceAttention), window)
+    for i, (rows, length) in enumerate(MIXED):
+        query, keys, values = contiguous(batch, kv, i)
+        age = torch.arange(length - rows, length)[:, None] - torch.arange(length)
+        seen = (age >= 0) & (age < (window or length))
+        expected = scaled_dot_product_attention(query, keys, values, attn_mask=seen, enable_gqa=True)
+        first, last = batch.layout.query_start[i : i + 2].tolist()
+        torch.testing.assert_close(output[first:last], expected.transpose(0, 1), atol=2e-6, rtol=2e-6)
+
+
+def test_reference_takes_long_chunks_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = paged_batch(Heads(), MIXED)
+    whole, _ = batch.run(Heads().backend(ReferenceAttention), 30)
+    monkeypatch.setattr("chairlift.model.attention.reference.MAX_SCORES", 6 * 200 * 3)
+    tiled, _ = batch.run(Heads().backend(ReferenceAttention), 30)
+    torch.testing.assert_close(tiled, whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128])
+@pytest.mark.parametrize("ratio", [1, 3, 7, 8])
+def test_heads(ratio: int, head_dim: int, dtype: torch.dtype) -> None:
+    heads = Heads(num_heads=2 * ratio, num_kv_heads=2, head_dim=head_dim, dtype=dtype)
+    assert_conforms(CpuAttention, heads, MIXED)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 64, 70, 1000])
+@pytest.mark.parametrize("block_size", [1, 4, 8, 16, 32, 128])
+def test_blocks_and_windows(block_size: int, window: int | None) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        assert_conforms(CpuAttention, Heads(head_dim=16, block_size=block_size, dtype=dtype), MIXED, window)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize("chunks", [[(1, 3000)], [(1, 2500), (9, 9), (100, 1100)]])
+def test_long_contexts_are_cut_and_merged(chunks: list[tuple[int, int]], window: int | None, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert_conforms(CpuAttention, Heads(num_heads=3, num_kv_heads=1, head_dim=32), chunks, window)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_batches(seed: int) -> None:
+    pick = random.Random(seed)
+    heads = Heads(
+        num_heads=pick.choice([2, 4, 6, 8, 10]),
+        num_kv_heads=2,
+        head_dim=pick.choice([16, 32, 48, 64]),
+        block_size=pick.choice([2, 8, 16, 64]),
+        dtype=pick.choice([torch.float32, torch.bfloat16]),
+    )
+    chunks = []
+    for _ in range(pick.randint(1, 20)):
+        rows = pick.choice([1, 1, 1, pick.randint(1, 90)])
+        chunks.append((rows, rows + pick.choice([0, pick.randint(0, 400)])))
+    assert_conforms(CpuAttention, heads, chunks, pick.choice([None, pick.randint(1, 300)]))
+
+
+def test_a_prompt_in_chunks_is_the_prompt_at_once() -> None:
+    heads = Heads(head_dim=32)
+    batch = paged_batch(heads, [(150, 150)])
+    backend = heads.backend(CpuAttention)
+    whole, whole_kv = batch.run(backend)
+    kv = LayerKV(batch.kv.key.clone(), batch.kv.value.clone())
+    parts = []
+    for first, last in ((0, 1), (1, 70), (70, 149), (149, 150)):
+        layout = dataclasses.replace(
+            batch.layout,
+            query_start=torch.tensor([0, last - first], dtype=torch.int32),
+            seq_lens=torch.tensor([last], dtype=torch.int32),
+            slot_mapping=batch.layout.slot_mapping[first:last],
+        )
+        rows = slice(first, last)
+        parts.append(
+            backend.forward(batch.query[rows], batch.key[rows], batch.value[rows], kv, backend.prepare(layout))
+        )
+    torch.testing.assert_close(torch.cat(parts), whole, atol=2e-6, rtol=2e-6)
+    assert torch.equal(bits(kv.key), bits(whole_kv.key))
+
+
+@pytest.mark.parametrize("kind", [ReferenceAttention, CpuAttention])
+@pytest.mark.parametrize("poisoned", ["query", "key", "value"])
+def test_nan_reaches_only_its_own_sequence(kind: type[AttentionBackend[Any]], poisoned: str) -> None:
+    batch = paged_batch(Heads(), [(4, 40), (1, 90)])
+    getattr(batch, poisoned)[4] = float("nan")
+    output, _ = batch.run(Heads().backend(kind))
+    assert torch.isfinite(output[:4]).all()
+    assert output[4].isnan().all()
+
+
+@pytest.mark.parametrize("kind", [ReferenceAttention, CpuAttention])
+def test_large_scores_do_not_overflow(kind: type[AttentionBackend[Any]]) -> None:
+    batch = paged_batch(Heads(), [(1, 100), (70, 70)])
+    batch.query.mul_(1e4)
+    output, _ = batch.run(Heads().backend(kind))
+    assert torch.isfinite(output).all()
+
+
+def test_rows_whose_heads_lie_apart_are_refused() -> None:
+    batch = paged_batch(Heads(), [(5, 5)])
+    apart = dataclasses.replace(batch, query=batch.query.transpose(1, 2).contiguous().transpose(1, 2))
+    with pytest.raises(ValueError, match="side by side"):
+        apart.run(Heads().backend(CpuAttention))
+
+
+def test_heads_must_divide() -> None:
+    with pytest.raises(ValueError, match="6 query heads cannot share 4"):
+        Heads(num_kv_heads=4).backend(ReferenceAttention)
+
+
+SIZES: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "block_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "head_dim", "dtype", "chosen"),
+    [
+        ("auto", "cpu", 64, torch.float32, "cpu"),
+        ("auto", "cpu", 64, torch.bfloat16, "cpu"),
+        ("auto", "cpu", 64, torch.float16, "reference"),
+        ("auto", "cpu", 24, torch.float32, "reference"),
+        ("auto", "cuda", 64, torch.bfloat16, "reference"),
+        ("cpu", "cpu", 64, torch.bfloat16, "cpu"),
+        ("reference", "cpu", 64, torch.bfloat16, "reference"),
+    ],
+)
+def test_select(name: str, device: str, head_dim: int, dtype: torch.dtype, chosen: str) -> None:
+    assert select_backend(name, torch.device(device), head_dim=head_dim, dtype=dtype, **SIZES).name == chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "head_dim", "dtype", "message"),
+    [
+        ("flash", "cpu", 64, torch.float32, "must be auto, reference or cpu; got 'flash'"),
+        ("cpu", "cuda", 64, torch.float32, "runs on the CPU, not on cuda"),
+        ("cpu", "cpu", 64, torch.float16, "float32 and bfloat16, not float16; use --attention-backend reference"),
+        ("cpu", "cpu", 24, torch.float32, "multiple of 16, not 24; use --attention-backend reference"),
+    ],
+)
+def test_select_refuses(name: str, device: str, head_dim: int, dtype: torch.dtype, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        select_backend(name, torch.device(device), head_dim=head_dim, dtype=dtype, **SIZES)

@@ -88,8 +88,13 @@ def gumbel_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
     x ^= (x >> 15) & 0x1FFFF
     x *= _signed_32(0x846CA68B)
     x ^= (x >> 16) & 0xFFFF
+    return _gumbel(x)
+
+
+def _gumbel(bits: Tensor) -> Tensor:
+    """Standard Gumbel noise from evenly distributed int32."""
     # 31 bits make a number in (0, 1), finest near 0, where the rare large noise comes from; never quite 1.
-    uniform = (x & 0x7FFFFFFF).float().add_(0.5).mul_((1 - 2**-23) / 2**31)
+    uniform = (bits & 0x7FFFFFFF).float().add_(0.5).mul_((1 - 2**-23) / 2**31)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 

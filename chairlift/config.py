@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from chairlift.scheduling.config import POLICIES, PREEMPTION_MODES, VICTIM_RULES
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "reference", "cpu")
@@ -41,6 +43,10 @@ class EngineConfig:
         enforce_eager: run without captured graphs.
         attention_backend: "auto" takes the fastest that the device has.
         num_threads: CPU compute threads; ``None`` takes one for each core this process may use.
+        enable_prefix_caching: compute equal beginnings of prompts once.
+        scheduling_policy: "fcfs", or "priority": lower values first.
+        preemption_mode, preemption_victim, admission_reserve, max_num_partial_prefills, long_prefill_token_threshold:
+            see :class:`~chairlift.scheduling.config.SchedulerConfig`.
         batching: "continuous" decides the batch at every step; "static" fills one and keeps it to its end.
         static_batch_size, static_batch_timeout: sequences in a static batch, and seconds to wait for it to fill.
         step_log: file that gets a line of JSON for each step.
@@ -63,6 +69,13 @@ class EngineConfig:
     enforce_eager: bool = False
     attention_backend: str = "auto"
     num_threads: int | None = None
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"
+    preemption_mode: str = "auto"
+    preemption_victim: str = "latest"
+    admission_reserve: bool = False
+    max_num_partial_prefills: int = 1
+    long_prefill_token_threshold: int | None = None
     batching: str = "continuous"
     static_batch_size: int = 8
     static_batch_timeout: float = 0.1
@@ -87,6 +100,13 @@ class EngineConfig:
         if self.swap_space < 0:
             raise ConfigError(f"--swap-space must be at least 0 GiB, got {self.swap_space}")
         _one_of("--batching", self.batching, BATCHING)
+        _one_of("--scheduling-policy", self.scheduling_policy, POLICIES)
+        _one_of("--preemption-mode", self.preemption_mode, PREEMPTION_MODES)
+        _one_of("--preemption-victim", self.preemption_victim, VICTIM_RULES)
+        _positive("--max-num-partial-prefills", self.max_num_partial_prefills)
+        _positive("--long-prefill-token-threshold", self.long_prefill_token_threshold)
+        if self.preemption_mode == "swap" and not self.swap_space:
+            raise ConfigError("--preemption-mode swap needs room on the host: set --swap-space to some GiB")
         _positive("--static-batch-size", self.static_batch_size)
         if self.static_batch_timeout < 0:
             raise ConfigError(f"--static-batch-timeout must be at least 0 seconds, got {self.static_batch_timeout}")

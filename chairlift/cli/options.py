@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from chairlift.config import ATTENTION_BACKENDS, BATCHING, DEVICES, DTYPES, EngineConfig
+from chairlift.scheduling.config import POLICIES, PREEMPTION_MODES, VICTIM_RULES
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -56,8 +57,7 @@ _ENGINE_OPTIONS = (
         default=0.0,
         show_default=True,
         metavar="GIB",
-        help="Host memory for swapped KV blocks. Accepted; without effect in this version, which preempts by "
-        "recomputation.",
+        help="Host memory for KV blocks of requests that are put aside.",
     ),
     click.option(
         "--max-num-seqs", type=int, default=128, show_default=True, metavar="N", help="Most sequences in a step."
@@ -80,6 +80,55 @@ _ENGINE_OPTIONS = (
         help="auto: the fastest that the device has.",
     ),
     click.option("--num-threads", type=int, metavar="N", help="CPU compute threads.  [default: one for each core]"),
+    click.option(
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        default=True,
+        show_default=True,
+        help="Compute equal beginnings of prompts once.",
+    ),
+    click.option(
+        "--scheduling-policy",
+        type=click.Choice(POLICIES),
+        default="fcfs",
+        show_default=True,
+        help="fcfs: in order of arrival. priority: lower values of a request's priority first.",
+    ),
+    click.option(
+        "--preemption-mode",
+        type=click.Choice(PREEMPTION_MODES),
+        default="auto",
+        show_default=True,
+        help="When KV memory runs out: recompute later, swap to the host, or whichever is estimated to cost less.",
+    ),
+    click.option(
+        "--preemption-victim",
+        type=click.Choice(VICTIM_RULES),
+        default="latest",
+        show_default=True,
+        help="Who gives way among those of the lowest priority that came later: the latest, or the one with the least "
+        "computed.",
+    ),
+    click.option(
+        "--admission-reserve/--no-admission-reserve",
+        default=False,
+        show_default=True,
+        help="Admit only while what the running requests are expected to grow by still fits.",
+    ),
+    click.option(
+        "--max-num-partial-prefills",
+        type=int,
+        default=1,
+        show_default=True,
+        metavar="N",
+        help="Prompts that a step may leave half way; beside so many, others begin only if the step completes them.",
+    ),
+    click.option(
+        "--long-prefill-token-threshold",
+        type=int,
+        metavar="N",
+        help="While others wait for their prompts, one with more tokens left than this gets at most this many rows of "
+        "a step.  [default: half a step for prompts longer than a step]",
+    ),
     click.option(
         "--batching",
         type=click.Choice(BATCHING),
@@ -123,10 +172,4 @@ def engine_config(model: str | None, model_option: str | None, **options: Any) -
     """
     if model and model_option and model != model_option:
         raise click.UsageError(f"the model is given twice: {model!r} and --model {model_option!r}; give it once")
-    if options.get("swap_space"):
-        click.echo(
-            f"note: --swap-space {options['swap_space']:g} has no effect yet: when KV memory runs out, requests are "
-            "put aside and recomputed",
-            err=True,
-        )
     return EngineConfig(model=model or model_option or EngineConfig.model, **options)

@@ -12,6 +12,7 @@ from chairlift.engine.records import StepLog
 from chairlift.scheduling.config import SchedulerConfig
 from chairlift.scheduling.continuous import ContinuousScheduler
 from chairlift.scheduling.kv.manager import KVManager
+from chairlift.scheduling.kv.prefix_cache import PrefixCache
 from chairlift.scheduling.scheduler import Scheduler
 from chairlift.scheduling.static import StaticConfig, StaticScheduler
 
@@ -36,13 +37,29 @@ def build_core(config: EngineConfig, drain: Callable[[], Sequence[Command]]) -> 
 
 def build_scheduler(config: EngineConfig, capacity: Capacity) -> Scheduler:
     """Returns the policy that ``config`` names, for what ``capacity`` can hold."""
-    kv = KVManager(capacity.num_blocks, capacity.block_size)
     if config.batching == "static":
         static = StaticConfig(
             batch_size=config.static_batch_size,
             timeout=config.static_batch_timeout,
             max_num_batched_tokens=max(capacity.max_num_batched_tokens, config.static_batch_size),
         )
-        return StaticScheduler(static, kv, capacity.max_model_len)
-    limits = SchedulerConfig(max_num_seqs=config.max_num_seqs, max_num_batched_tokens=capacity.max_num_batched_tokens)
+        return StaticScheduler(static, KVManager(capacity.num_blocks, capacity.block_size), capacity.max_model_len)
+    limits = SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=capacity.max_num_batched_tokens,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        max_num_partial_prefills=config.max_num_partial_prefills,
+        policy=config.scheduling_policy,
+        preemption_mode=config.preemption_mode,
+        victim_rule=config.preemption_victim,
+        admission_reserve=config.admission_reserve,
+        recompute_seconds_per_token=capacity.recompute_seconds_per_token,
+        swap_seconds_per_block=capacity.swap_seconds_per_block,
+    )
+    kv = KVManager(
+        capacity.num_blocks,
+        capacity.block_size,
+        num_host_blocks=capacity.num_host_blocks,
+        prefix_cache=(PrefixCache(capacity.num_blocks, capacity.block_size) if config.enable_prefix_caching else None),
+    )
     return ContinuousScheduler(limits, kv, capacity.max_model_len)

@@ -47,7 +47,12 @@ class AsyncEngineClient(Protocol):
         ...
 
     def generate(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, priority: int = 0
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncIterator[SequenceDelta]:
         """Runs one sequence (``params.n`` is not looked at: fan out before).
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from chairlift.engine.clock import Clock
 from chairlift.engine.executor import Executor
 from chairlift.engine.records import StepLog
-from chairlift.scheduling.plan import SequenceDelta, StepPlan, StepRecord
+from chairlift.scheduling.plan import Preemption, SequenceDelta, StepPlan, StepRecord
 from chairlift.scheduling.request import Request
 from chairlift.scheduling.sampling_params import SamplingParams
 from chairlift.scheduling.scheduler import RequestRefusedError, Scheduler
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,7 @@ class AddRequest:
     params: SamplingParams
     arrival: float
     priority: int = 0
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,7 @@ class StepOutput:
     Attributes:
         deltas: new tokens, and ends.
         record: of the step, if one was executed.
-        running, waiting: requests in each state after this turn.
+        running, waiting, swapped: requests in each state after this turn.
         blocks_used: KV blocks that requests own after this turn.
         wait_until: nothing was executed, and until this time only a command could change that.
     """
@@ -51,6 +55,7 @@ class StepOutput:
     record: StepRecord | None = None
     running: int = 0
     waiting: int = 0
+    swapped: int = 0
     blocks_used: int = 0
     wait_until: float | None = None
 
@@ -77,6 +82,8 @@ class EngineCore:
         self.clock = clock
         self._drain = drain
         self._eos_token_ids = frozenset(eos_token_ids)
+        capacity = executor.capacity()
+        self._block_bytes = capacity.block_size * capacity.kv_bytes_per_token
         self.step_log = StepLog() if step_log is None else step_log
 
     @property
@@ -92,6 +99,7 @@ class EngineCore:
             self._run_step(output)
         output.running = self.scheduler.num_running
         output.waiting = self.scheduler.num_waiting
+        output.swapped = self.scheduler.num_swapped
         output.blocks_used = self.scheduler.kv.num_used_blocks
         return output
 
@@ -103,6 +111,8 @@ class EngineCore:
                 raise RuntimeError(f"nothing to do in step {plan.step} though there is work: the scheduler is stuck")
             output.wait_until = plan.wait_until
             return
+        for event in plan.preempted:
+            _log_preemption(event, self._block_bytes)
         result = self.executor.execute(plan)
         self.clock.advance(result.elapsed)
         self.take_commands(output)
@@ -134,6 +144,7 @@ class EngineCore:
                     eos_token_ids=self._eos_token_ids,
                     arrival=command.arrival,
                     priority=command.priority,
+                    cache_salt=command.cache_salt,
                 )
             )
         except RequestRefusedError as refusal:
@@ -152,9 +163,23 @@ class EngineCore:
             rows=plan.rows,
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting,
+            swapped=self.scheduler.num_swapped,
             blocks_used=self.scheduler.kv.num_used_blocks,
             blocks_total=self.scheduler.kv.num_blocks,
             admitted=len(plan.admitted),
             finished=sum(delta.finish_reason is not None for delta in committed),
             preempted=len(plan.preempted),
+            blocks_swapped_out=len(plan.swap_out),
+            blocks_swapped_in=len(plan.swap_in),
+            cached_tokens=plan.num_cached_tokens,
+            looked_up_tokens=plan.num_looked_up_tokens,
         )
+
+
+def _log_preemption(event: Preemption, block_bytes: int) -> None:
+    reason = f"request {event.wanted_by} needed a KV block and none was free"
+    if event.swapped:
+        done = f"swapped out: {event.num_blocks} blocks, {event.num_blocks * block_bytes:,} bytes moved"
+    else:
+        done = f"to be recomputed: {event.num_tokens} tokens lost{', the host is full' if event.host_full else ''}"
+    logger.info("preempted request %s (%s): %s", event.request_id, done, reason)

@@ -20,6 +20,8 @@ class Capacity:
         num_host_blocks: KV blocks on the host for swapping; 0 where there is no swap space.
         max_model_len: the longest sequence, prompt and output together, in tokens.
         vocab_size: token ids are in [0, vocab_size).
+        recompute_seconds_per_token, swap_seconds_per_block: measured at start-up where there is swap space: a prompt
+            token computed among others, and a block copied one way.
         model: the model's name.
         architecture: its class name in ``transformers``, such as ``LlamaForCausalLM``.
         dtype: precision of weights and activations, such as ``bfloat16``.
@@ -36,6 +38,8 @@ class Capacity:
     max_num_batched_tokens: int = 512
     eos_token_ids: tuple[int, ...] = ()
     num_host_blocks: int = 0
+    recompute_seconds_per_token: float = 0.0
+    swap_seconds_per_block: float = 0.0
     model: str = ""
     architecture: str = ""
     dtype: str = ""

@@ -143,11 +143,16 @@ class MeteredEngine:
         return self._engine.capacity
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, priority: int = 0
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncIterator[SequenceDelta]:
         """Runs one sequence, and counts it."""
         sequence = self._metrics.begin(len(prompt_token_ids))
-        stream = self._engine.generate(prompt_token_ids, params, priority=priority)
+        stream = self._engine.generate(prompt_token_ids, params, priority=priority, cache_salt=cache_salt)
         try:
             async for delta in stream:
                 if delta.token_ids:

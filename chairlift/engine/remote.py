@@ -119,7 +119,12 @@ class RemoteEngine:
         return self._process.pid
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, priority: int = 0
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncIterator[SequenceDelta]:
         """Runs one sequence; see :class:`AsyncEngineClient`."""
         self._loop = asyncio.get_running_loop()
@@ -133,7 +138,7 @@ class RemoteEngine:
         stream = self._streams[request_id] = _Stream()
         finished = False
         try:
-            self._send(AddRequest(request_id, prompt_token_ids, params, time.monotonic(), priority))
+            self._send(AddRequest(request_id, prompt_token_ids, params, time.monotonic(), priority, cache_salt))
             while not finished:
                 delta = await stream.next()
                 finished = delta.finish_reason is not None
@@ -152,6 +157,7 @@ class RemoteEngine:
         return EngineStats(
             running=last.running,
             waiting=last.waiting,
+            swapped=last.swapped,
             kv_cache_usage=last.blocks_used / self.capacity.num_blocks,
             last_step_age=now - self._last_step,
             has_work=has_work,

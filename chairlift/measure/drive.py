@@ -189,7 +189,8 @@ class StepRecorder:
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs the step inside, then notes it."""
         result = self._executor.execute(plan)
-        for name in plan.preempted:
+        preempted = [event.request_id for event in plan.preempted]
+        for name in preempted:
             self._computed.pop(name, None)
         work = [self._count(chunk) for chunk in plan.chunks]
         used = sum(self._computed.values())
@@ -198,7 +199,7 @@ class StepRecorder:
             if self._sampled[item.name] >= self._wanted[item.name]:
                 self._computed.pop(item.name, None)
         reserved = self._kv.num_used_blocks * self._kv.block_size
-        self._last = _Note(work, plan.admitted, plan.preempted, reserved, used)
+        self._last = _Note(work, plan.admitted, preempted, reserved, used)
         return result
 
     def take(self, record: StepRecord) -> StepDetail:

@@ -75,6 +75,27 @@ class RowCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class Preemption:
+    """A running request that had to give way, and what that costs.
+
+    Attributes:
+        request_id: who gave way.
+        wanted_by: the request for whose next block it did; its own id where it was the last in rank.
+        swapped: whether its blocks moved to the host; else they are computed again.
+        num_tokens: tokens whose keys and values it had: lost, or moved.
+        num_blocks: blocks moved; 0 where it is computed again.
+        host_full: it would have been swapped, but the host had no room.
+    """
+
+    request_id: str
+    wanted_by: str
+    swapped: bool
+    num_tokens: int
+    num_blocks: int = 0
+    host_full: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step, self-contained: an executor needs nothing else and keeps nothing from one step to the next.
 
@@ -87,7 +108,9 @@ class StepPlan:
         swap_out: (device block, host block) pairs to copy before anything else.
         swap_in: (host block, device block) pairs to copy next.
         admitted: ids of the requests that begin (or begin again) in this step.
-        preempted: ids of the requests put aside to make room for this step.
+        preempted: the requests put aside to make room for this step.
+        num_cached_tokens: tokens of those admitted that need not be computed, because the prefix cache has them.
+        num_looked_up_tokens: tokens of those admitted that were looked up there.
         wait_until: of an empty plan: when there will be something to do, if no request comes before.
     """
 
@@ -97,7 +120,9 @@ class StepPlan:
     swap_out: Sequence[tuple[int, int]] = ()
     swap_in: Sequence[tuple[int, int]] = ()
     admitted: Sequence[str] = ()
-    preempted: Sequence[str] = ()
+    preempted: Sequence[Preemption] = ()
+    num_cached_tokens: int = 0
+    num_looked_up_tokens: int = 0
     wait_until: float | None = None
 
     @property
@@ -178,6 +203,8 @@ class StepRecord:
         running, waiting, swapped: requests in each state after the step.
         blocks_used, blocks_total: device KV blocks owned by requests after the step, and all there are.
         admitted, finished, preempted: requests that did so in this step.
+        blocks_swapped_out, blocks_swapped_in: KV blocks copied to the host, and back.
+        cached_tokens, looked_up_tokens: tokens of those admitted that the prefix cache had, of those looked up there.
     """
 
     step: int
@@ -192,3 +219,7 @@ class StepRecord:
     admitted: int = 0
     finished: int = 0
     preempted: int = 0
+    blocks_swapped_out: int = 0
+    blocks_swapped_in: int = 0
+    cached_tokens: int = 0
+    looked_up_tokens: int = 0

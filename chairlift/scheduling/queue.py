@@ -1,49 +1,54 @@
-"""The order in which waiting requests are admitted."""
+"""The order in which those that do not run are admitted."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import heapq
 from collections.abc import Iterator
 
 from chairlift.scheduling.request import Request
 
+MOST_STALE = 1024  # entries of requests long gone that are not worth tidying up
 
-class FCFSQueue:
-    """First come, first served; a preempted request keeps its place, which is before every one that came later.
 
-    Any request can be taken out in constant time, and the head is known in constant time, however long the queue is.
+class WaitingQueue:
+    """Requests by rank: those put aside keep the rank they came with, and so their place.
+
+    The next in line is known in constant time, and any request can be taken out in constant time, however many wait: a
+    request that left by another door is only noticed when it comes to the head.
     """
 
     def __init__(self) -> None:
-        self._requests: OrderedDict[str, Request] = OrderedDict()
+        self._heap: list[tuple[tuple[int, int], Request]] = []
+        self._waiting: dict[str, Request] = {}
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._waiting)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
+        """In order of rank."""
+        return iter(sorted(self._waiting.values(), key=lambda request: request.rank))
 
     def push(self, request: Request) -> None:
-        """Adds a request that has just arrived, behind all others."""
-        self._requests[request.request_id] = request
-
-    def push_back(self, request: Request) -> None:
-        """Returns a request that was admitted and is put aside.
-
-        It goes to the front: all that were admitted came before all that wait. Several put aside in one step are
-        returned latest arrival first, so that they stand in order afterwards.
-        """
-        self._requests[request.request_id] = request
-        self._requests.move_to_end(request.request_id, last=False)
+        """Adds a request that is not in the queue."""
+        self._waiting[request.request_id] = request
+        heapq.heappush(self._heap, (request.rank, request))
 
     def peek(self) -> Request:
         """The next in line. The queue must not be empty."""
-        return next(iter(self._requests.values()))
+        while self._heap[0][1].request_id not in self._waiting:
+            heapq.heappop(self._heap)
+        return self._heap[0][1]
 
     def pop(self) -> Request:
         """Takes the next in line. The queue must not be empty."""
-        return self._requests.popitem(last=False)[1]
+        request = self.peek()
+        heapq.heappop(self._heap)
+        del self._waiting[request.request_id]
+        return request
 
     def remove(self, request: Request) -> None:
         """Takes a request out of wherever it stands."""
-        del self._requests[request.request_id]
+        del self._waiting[request.request_id]
+        if len(self._heap) > 2 * len(self._waiting) + MOST_STALE:
+            self._heap = [(waiting.rank, waiting) for waiting in self._waiting.values()]
+            heapq.heapify(self._heap)

@@ -19,10 +19,11 @@ class Status(enum.IntEnum):
 
     WAITING = 0  # never planned yet
     PREEMPTED = 1  # was running; its blocks were taken, and it waits to be computed again
-    RUNNING = 2  # owns blocks
-    FINISHED_STOP = 3
-    FINISHED_LENGTH = 4
-    FINISHED_ABORT = 5
+    SWAPPED = 2  # was running; what is computed of it lies on the host
+    RUNNING = 3  # owns blocks on the device
+    FINISHED_STOP = 4
+    FINISHED_LENGTH = 5
+    FINISHED_ABORT = 6
 
     @property
     def finished(self) -> bool:
@@ -39,7 +40,9 @@ class Request:
     Attributes:
         request_id: the engine's own, never a client's.
         params: how to sample and when to stop; ``params.seed`` is set.
-        order: its place among all requests ever added; ties of every kind are broken by it.
+        rank: its place among all requests: a class, lower first, and in it the order of arrival. Never changes.
+        cache_salt: only requests with the same one share computed prompts with it.
+        block_hashes: of the full blocks of ``token_ids``, as far as anybody has asked (see ``PrefixCache``).
         token_ids: prompt and output together.
         num_prompt_tokens: how many of them are prompt.
         max_tokens: how long ``token_ids`` may become.
@@ -52,8 +55,10 @@ class Request:
     __slots__ = (
         "request_id",
         "params",
-        "order",
         "priority",
+        "rank",
+        "cache_salt",
+        "block_hashes",
         "token_ids",
         "num_prompt_tokens",
         "max_tokens",
@@ -73,6 +78,7 @@ class Request:
         eos_token_ids: Collection[int] = (),
         arrival: float = 0.0,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> None:
         if not prompt_token_ids:
             raise ValueError("a prompt needs at least one token")
@@ -80,8 +86,10 @@ class Request:
             raise ValueError("params.seed must be set before a request is made: sampling keeps no state of its own")
         self.request_id = request_id
         self.params = params
-        self.order = 0
         self.priority = priority
+        self.rank = (0, 0)
+        self.cache_salt = cache_salt
+        self.block_hashes: list[bytes] = []
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.max_tokens = self.num_prompt_tokens

@@ -25,7 +25,12 @@ class Scheduler(Protocol):
 
     @property
     def num_waiting(self) -> int:
-        """Requests that own none."""
+        """Requests that own no blocks."""
+        ...
+
+    @property
+    def num_swapped(self) -> int:
+        """Requests whose blocks lie on the host."""
         ...
 
     @property

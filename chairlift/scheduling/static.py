@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from chairlift.scheduling.kv.manager import KVManager
 from chairlift.scheduling.plan import RowCounts, SequenceChunk, SequenceDelta, StepPlan, StepResult
-from chairlift.scheduling.queue import FCFSQueue
+from chairlift.scheduling.queue import WaitingQueue
 from chairlift.scheduling.request import FINISH_REASONS, Request, Status
 from chairlift.scheduling.scheduler import RequestRefusedError, set_longest
 
@@ -106,7 +106,7 @@ class StaticScheduler:
         self.kv = kv
         self.max_model_len = max_model_len
         self._requests: dict[str, Request] = {}  # whose answers are not released
-        self._waiting = FCFSQueue()
+        self._waiting = WaitingQueue()
         self._batch: _Batch | None = None
         self._num_added = 0
         self._num_planned = 0
@@ -122,6 +122,11 @@ class StaticScheduler:
         return len(self._waiting)
 
     @property
+    def num_swapped(self) -> int:
+        """None: what a batch needs is reserved before it begins."""
+        return 0
+
+    @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self._requests)
@@ -131,7 +136,7 @@ class StaticScheduler:
         if request.request_id in self._requests:
             raise RequestRefusedError(f"request id {request.request_id!r} is already in use")
         set_longest(request, self.kv, self.max_model_len)
-        request.order = self._num_added
+        request.rank = (0, self._num_added)
         self._num_added += 1
         self._requests[request.request_id] = request
         self._waiting.push(request)

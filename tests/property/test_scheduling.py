@@ -9,9 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.checking_executor import EOS, CheckingExecutor, ExecutorFailureError, continuation
 
 from chairlift import SamplingParams
-from chairlift.scheduling.config import SchedulerConfig
+from chairlift.scheduling.config import POLICIES, PREEMPTION_MODES, VICTIM_RULES, SchedulerConfig
 from chairlift.scheduling.continuous import ContinuousScheduler
 from chairlift.scheduling.kv.manager import KVManager
+from chairlift.scheduling.kv.prefix_cache import PrefixCache
 from chairlift.scheduling.plan import StepPlan
 from chairlift.scheduling.request import Request, Status
 from chairlift.scheduling.scheduler import RequestRefusedError, Scheduler
@@ -25,7 +26,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     scheduler: Scheduler
 
-    def make_scheduler(self, max_num_seqs: int, budget: int) -> Scheduler:
+    def make_scheduler(self, max_num_seqs: int, budget: int, data: st.DataObject) -> Scheduler:
         raise NotImplementedError
 
     def check_plan(self, plan: StepPlan, decoding: set[str]) -> None:
@@ -36,26 +37,51 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4]),
         max_num_seqs=st.integers(1, 6),
         extra_budget=st.integers(0, 12),
+        num_host_blocks=st.sampled_from([0, 3, 40]),
+        prefix_caching=st.booleans(),
+        data=st.data(),
     )
-    def start(self, num_blocks: int, block_size: int, max_num_seqs: int, extra_budget: int) -> None:
+    def start(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        extra_budget: int,
+        num_host_blocks: int,
+        prefix_caching: bool,
+        data: st.DataObject,
+    ) -> None:
         self.max_num_seqs, self.budget = max_num_seqs, max_num_seqs + extra_budget
-        self.kv = KVManager(num_blocks, block_size)
-        self.scheduler = self.make_scheduler(max_num_seqs, self.budget)
-        self.executor = CheckingExecutor(num_blocks, block_size)
+        cache = PrefixCache(num_blocks, block_size, salt=b"") if prefix_caching else None
+        self.kv = KVManager(num_blocks, block_size, num_host_blocks=num_host_blocks, prefix_cache=cache)
+        self.scheduler = self.make_scheduler(max_num_seqs, self.budget, data)
+        self.executor = CheckingExecutor(num_blocks, block_size, num_host_blocks=num_host_blocks)
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
         self.open: set[str] = set()
         self.now = 0.0
 
     @rule(
-        prompt=st.lists(st.integers(0, 5), min_size=1, max_size=40),
+        stem=st.sampled_from([[], [1, 1, 1, 1], [1] * 9, [2] * 20]),
+        tail=st.lists(st.integers(0, 5), min_size=1, max_size=20),
         max_tokens=st.integers(1, 20),
         seed=st.integers(0, 9),
+        priority=st.integers(0, 2),
+        cache_salt=st.sampled_from([None, None, "x"]),
     )
-    def add(self, prompt: list[int], max_tokens: int, seed: int) -> None:
+    def add(
+        self, stem: list[int], tail: list[int], max_tokens: int, seed: int, priority: int, cache_salt: str | None
+    ) -> None:
         request_id = f"r{len(self.requests)}"
+        prompt = stem + tail
         request = Request(
-            request_id, prompt, SamplingParams(max_tokens=max_tokens, seed=seed), eos_token_ids=(EOS,), arrival=self.now
+            request_id,
+            prompt,
+            SamplingParams(max_tokens=max_tokens, seed=seed),
+            eos_token_ids=(EOS,),
+            arrival=self.now,
+            priority=priority,
+            cache_salt=cache_salt,
         )
         capacity = self.kv.num_blocks * self.kv.block_size
         longest = min(MAX_MODEL_LEN, len(prompt) + max_tokens)
@@ -160,24 +186,42 @@ class SchedulerMachine(RuleBasedStateMachine):
             steps += 1
             assert steps < 20_000, "no end in sight"
         assert not self.open
-        assert self.kv.num_used_blocks == 0
+        assert self.kv.num_used_blocks == self.kv.num_used_host_blocks == 0
 
 
 class ContinuousMachine(SchedulerMachine):
-    def make_scheduler(self, max_num_seqs: int, budget: int) -> Scheduler:
-        config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+    """Every rule and mode, with prefixes that are shared, and a host too small for all that is put aside."""
+
+    def make_scheduler(self, max_num_seqs: int, budget: int, data: st.DataObject) -> Scheduler:
+        config = SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            policy=data.draw(st.sampled_from(POLICIES)),
+            preemption_mode=data.draw(st.sampled_from(PREEMPTION_MODES)),
+            victim_rule=data.draw(st.sampled_from(VICTIM_RULES)),
+            admission_reserve=data.draw(st.booleans()),
+            max_num_partial_prefills=data.draw(st.integers(1, 3)),
+            long_prefill_token_threshold=data.draw(st.none() | st.integers(1, 8)),
+            recompute_seconds_per_token=1.0,
+            swap_seconds_per_block=data.draw(st.sampled_from([0.1, 1.0, 3.0])),
+        )
         return ContinuousScheduler(config, self.kv, MAX_MODEL_LEN)
 
     def check_plan(self, plan: StepPlan, decoding: set[str]) -> None:
         planned = {chunk.request_id for chunk in plan.chunks}
-        assert decoding <= planned | set(plan.preempted), "a decoding request was passed over"
+        preempted = {event.request_id for event in plan.preempted}
+        assert decoding <= planned | preempted, "a decoding request was passed over"
         assert not (plan.preempted and plan.admitted), "admitted in a step in which memory ran out"
-        assert not planned & set(plan.preempted)
+        assert not planned & preempted
         assert plan.rows.padding == plan.rows.ended == 0
+        running = {r.request_id: r.rank for r in self.requests.values() if r.status is Status.RUNNING}
+        waiting = [r.rank for r in self.requests.values() if r.status < Status.RUNNING]
+        assert all(running[name] < rank for name in plan.admitted for rank in waiting), "one that waits was overtaken"
+        assert all(self.requests[e.wanted_by].rank <= self.requests[e.request_id].rank for e in plan.preempted)
 
 
 class StaticMachine(SchedulerMachine):
-    def make_scheduler(self, max_num_seqs: int, budget: int) -> Scheduler:
+    def make_scheduler(self, max_num_seqs: int, budget: int, data: st.DataObject) -> Scheduler:
         self.batch: set[str] = set()
         config = StaticConfig(batch_size=max_num_seqs, timeout=0.05, max_num_batched_tokens=budget)
         return StaticScheduler(config, self.kv, MAX_MODEL_LEN)

@@ -85,7 +85,7 @@ def test_nothing_left_does_not_advise_a_length_of_zero() -> None:
 
 
 def test_explicit_bytes_name_their_own_flag() -> None:
-    with pytest.raises(ConfigError, match="--kv-cache-memory-bytes is 0.0 MiB.*or raise --kv-cache-memory-bytes"):
+    with pytest.raises(ConfigError, match=r"--kv-cache-memory-bytes is 0\.0 MiB.*or raise --kv-cache-memory-bytes"):
         num_kv_blocks(explicit_budget(170), bytes_per_token=10, block_size=16, max_model_len=17, max_num_seqs=8)
 
 
@@ -93,7 +93,9 @@ def test_max_model_len() -> None:
     assert resolve_max_model_len(None, MODEL) == 2048
     assert resolve_max_model_len(100, MODEL) == 100
     assert resolve_max_model_len(2048, MODEL) == 2048
-    with pytest.raises(ConfigError, match="--max-model-len 2049 is longer than the 2048 positions .* use 2048 or less"):
+    with pytest.raises(
+        ConfigError, match=r"--max-model-len 2049 is longer than the 2048 positions .* use 2048 or less"
+    ):
         resolve_max_model_len(2049, MODEL)
 
 

@@ -33,6 +33,18 @@ def test_shape() -> None:
     assert from_hf({**LLAMA, "architectures": None, "model_type": "qwen2"}).architecture == "Qwen2ForCausalLM"
 
 
+def test_windows_of_checkpoints_without_layer_types() -> None:
+    """As Qwen's own checkpoints are: a window is stated, and mostly not used."""
+    qwen = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 4, "sliding_window": 8}
+    used = {"use_sliding_window": True, "max_window_layers": 1}
+    assert from_hf({**qwen, **used}).sliding_windows == (None, 8, 8, 8)
+    assert from_hf({**qwen, **used, "use_sliding_window": False}).sliding_windows == (None,) * 4
+    assert from_hf({**qwen, "use_sliding_window": True}).sliding_windows == (None,) * 4
+    assert from_hf({**qwen, **used, "sliding_window": None}).sliding_windows == (None,) * 4
+    assert from_hf({**qwen, "architectures": ["LlamaForCausalLM"]}).sliding_windows == (None,) * 4
+    assert from_hf({**qwen, "architectures": ["MistralForCausalLM"]}).sliding_windows == (8,) * 4
+
+
 def test_eos_tokens_of_both_files() -> None:
     assert from_hf({**LLAMA, "eos_token_id": 9}).eos_token_ids == (9,)
     assert from_hf({**LLAMA, "eos_token_id": [9, 8]}, {"eos_token_id": [8, 7]}).eos_token_ids == (9, 8, 7)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +21,15 @@ from chairlift.model.attention.select import select_backend
 
 MIXED = [(1, 1), (1, 17), (5, 5), (40, 200), (1, 64), (3, 129), (1, 300)]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    """One thread, unless a test asks for more: where other processes use the cores, two wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -92,17 +102,14 @@ def test_blocks_and_windows(block_size: int, window: int | None) -> None:
 @pytest.mark.parametrize("window", [None, 700])
 @pytest.mark.parametrize("chunks", [[(1, 3000)], [(1, 2500), (9, 9), (100, 1100)]])
 def test_long_contexts_are_cut_and_merged(chunks: list[tuple[int, int]], window: int | None, threads: int) -> None:
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        assert_conforms(CpuAttention, Heads(num_heads=3, num_kv_heads=1, head_dim=32), chunks, window)
-    finally:
-        torch.set_num_threads(before)
+    assert_conforms(CpuAttention, Heads(num_heads=3, num_kv_heads=1, head_dim=32), chunks, window)
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_batches(seed: int) -> None:
     pick = random.Random(seed)
+    torch.set_num_threads(1 + seed % 2)
     heads = Heads(
         num_heads=pick.choice([2, 4, 6, 8, 10]),
         num_kv_heads=2,

@@ -35,7 +35,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def executor(model: Path, **settings: Any) -> LocalExecutor:
-    defaults: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_num_seqs": 8, "max_model_len": 128}
+    # One thread: so small a model gains nothing from two, which wait for each other where other processes run.
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "max_num_seqs": 8,
+        "max_model_len": 128,
+        "num_threads": 1,
+    }
     return LocalExecutor(EngineConfig(model=str(model), **{**defaults, **settings}))
 
 
@@ -72,6 +79,16 @@ def test_seeded_draws_however_batched(model: Path, params: SamplingParams) -> No
     alone = [generate(tested, [p], NUM_TOKENS, params=[s])[0] for p, s in zip(PROMPTS, seeded, strict=True)]
     assert together == alone
     assert together != generate(tested, PROMPTS, NUM_TOKENS)
+
+
+def test_threads(model: Path, expected: list[list[int]]) -> None:
+    before = torch.get_num_threads()
+    try:
+        tested = executor(model, num_threads=2)
+        assert torch.get_num_threads() == 2
+        assert generate(tested, PROMPTS[:3], 3) == [tokens[:3] for tokens in expected[:3]]
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_padding_changes_nothing(model: Path, expected: list[list[int]]) -> None:

@@ -103,6 +103,8 @@ def show(key: str, value: float) -> str:
     """A value with about three digits, in its unit but without naming it."""
     if DEFINITIONS[key].unit == "%":
         return f"{value * 100:.1f}"
+    if DEFINITIONS[key].unit in ("", "rows", "steps") and value == int(value):
+        return f"{value:,.0f}"
     if value and abs(value) < 9.995:
         return f"{value:.2f}"
     return f"{value:,.1f}" if abs(value) < 99.95 and value != int(value) else f"{value:,.0f}"

@@ -61,7 +61,7 @@ def timeline(comparison: Comparison) -> str:
     results = comparison.results
     panels = [(result, find_spans(result.typical_run, result.policy.size)) for result in results]
     named = len(comparison.workload.requests) <= MOST_NAMED
-    queues = [len({s.name for s in spans if s.lane < 0 and s.end > s.start}) if named else 8 for _, spans in panels]
+    queues = [len(_waiting_names(result, spans)) if named else 8 for result, spans in panels]
     heights = [result.policy.size + queue + 3 for (result, _), queue in zip(panels, queues, strict=True)]
     with mpl.rc_context(STYLE):
         lane_inches = 0.28 if named else 0.15
@@ -86,7 +86,7 @@ def _draw_lanes(axis: Axes, result: PolicyResult, spans: Sequence[Span], named: 
     ticks, labels = list(range(slots)), [f"{lane + 1}" for lane in range(slots)]
     bottom = slots
     if named:
-        for name in dict.fromkeys(s.name for s in spans if s.lane < 0 and s.end > s.start):
+        for name in _waiting_names(result, spans):
             waits = [(s.start, s.end - s.start) for s in spans if s.name == name and s.lane < 0]
             axis.broken_barh(waits, (bottom - 0.42, 0.84), facecolors=KIND_COLORS["waiting"], linewidth=0)
             ticks.append(bottom)
@@ -103,6 +103,12 @@ def _draw_lanes(axis: Axes, result: PolicyResult, spans: Sequence[Span], named: 
     axis.set_ylim(bottom - 0.4, -0.6)
     axis.set_title(f"{result.policy.name}: {slots} places")
     axis.set_gid(f"lanes-{result.policy.name}-{slots}")
+
+
+def _waiting_names(result: PolicyResult, spans: Sequence[Span]) -> list[str]:
+    """Who waits long enough to be seen."""
+    least = result.typical_run.duration / 200
+    return list(dict.fromkeys(s.name for s in spans if s.lane < 0 and s.end - s.start > least))
 
 
 def _name_requests(axis: Axes, spans: Sequence[Span]) -> None:
@@ -204,8 +210,8 @@ def _panels(comparison: Comparison, draw: Callable[[Axes, str, PolicyResult], No
         for axis, result, color in zip(axes, results, _colors(comparison), strict=True):
             draw(axis, color, result)
             axis.set_ylabel(label)
-            axis.set_ylim(bottom=0)
             axis.grid(axis="y", linewidth=0.6)
+        axes[0].set_ylim(bottom=0)  # shared, and only now are all of them drawn
         axes[-1].set_xlabel("seconds after the start")
         axes[-1].set_xlim(0, max(result.typical_run.duration for result in results))
         return _svg(figure, name)

@@ -16,7 +16,7 @@ from chairlift.measure.workload import Workload, WorkloadError, WorkloadRequest,
 WORKED_EXAMPLE = {"A": 200, "B": 50, "C": 30, "D": 10, "E": 40, "F": 40}
 WORKED_EXAMPLE_SLOTS = 4
 WORKED_EXAMPLE_PROMPT = 16  # equal, so that the example shows what ended rows cost, and nothing else
-REQUESTS_PER_CLIENT = 2
+REQUESTS_PER_CLIENT = 4  # enough that the end, when clients have nothing left to send, counts little
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

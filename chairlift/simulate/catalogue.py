@@ -11,13 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from chairlift.config import ConfigError
 from chairlift.model.config import ModelConfig, from_hf, read_config
 from chairlift.model.source import HUB_ID, ModelError, resolve
 
 GIB = 1024**3
+CUDA_CONTEXT_BYTES = GIB // 2  # context, and workspaces of the libraries
 
 
-class CatalogueError(ValueError):
+class CatalogueError(ConfigError):
     """A name that is not in the catalogue. The message lists those that are."""
 
 
@@ -35,6 +37,7 @@ class Hardware:
         link_bandwidth: bytes a second in one direction between two devices of a node.
         host_bandwidth: bytes a second to and from host memory, for swapping.
         fitted_as: the measured device whose efficiencies are used; see ``data/coefficients.json``.
+        context_bytes: what the driver and its libraries take on each device.
     """
 
     name: str
@@ -46,6 +49,7 @@ class Hardware:
     link_bandwidth: float
     host_bandwidth: float
     fitted_as: str
+    context_bytes: int = CUDA_CONTEXT_BYTES
 
 
 def _gpu(
@@ -165,21 +169,39 @@ MODELS: dict[str, ModelConfig] = {
     "smollm2-1.7b": _shape(2048, 8192, 24, 32, 32, 49152, 8192, head_dim=64, tied=True),
 }
 
+THIS_MACHINE = "this"
 BUILTIN_SHAPES = {"smollm2": "smollm2-135m"}
 
 
 def find_hardware(name: str) -> Hardware:
-    """The accelerator of that name; case does not matter.
+    """The accelerator of that name, or "this" machine's CPU; case does not matter.
 
     Raises:
         CatalogueError: there is none.
     """
-    try:
-        return HARDWARE[name.lower()]
-    except KeyError:
+    if name.lower() == THIS_MACHINE:
+        return this_machine()
+    if name.lower() not in HARDWARE:
         raise CatalogueError(
-            f"there is no hardware {name!r} in the catalogue; choose from {', '.join(HARDWARE)}"
-        ) from None
+            f"there is no hardware {name!r} in the catalogue; choose from {', '.join((*HARDWARE, THIS_MACHINE))}"
+        )
+    return HARDWARE[name.lower()]
+
+
+def this_machine() -> Hardware:
+    """The CPU of this machine with the memory that is available now. Its speed is measured, not looked up."""
+    return Hardware(
+        name=THIS_MACHINE,
+        title="this machine's CPU",
+        memory_bytes=available_host_memory(),
+        peak_flops=0.0,
+        memory_bandwidth=0.0,
+        fp8=False,
+        link_bandwidth=0.0,
+        host_bandwidth=0.0,
+        fitted_as="",
+        context_bytes=0,
+    )
 
 
 def find_model(name: str, revision: str | None = None) -> ModelConfig:

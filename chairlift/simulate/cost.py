@@ -4,8 +4,8 @@ A step of ``n`` token rows takes
 
     engine(n) + layers × [products(n) + pointwise(n) + attention(context) + 2 × all-reduce(n)] + head(sampled)
 
-Each product is bound by arithmetic or by memory, with a smooth passage between the two (Williams et al., Roofline, 2009);
-reading keys and values is bound by memory; the engine adds a fixed time for each step, layer and sequence. The
+Each product is bound by arithmetic or by memory, with a smooth passage between the two (Williams et al., Roofline,
+2009); reading keys and values is bound by memory; the engine adds a fixed time for each step, layer and sequence. The
 coefficients are fitted to measurements, see ``data/README.md`` and ``docs/simulate.md``.
 """
 
@@ -230,7 +230,7 @@ class RooflineCost:
         if devices == 1:
             return 0.0
         sent = 2 * (devices - 1) / devices * rows * self.shape.hidden * ACTIVATION_ITEMSIZE
-        share = self.engine.link * (min(devices, LINKED_AT_ONCE) / 2) ** self.engine.link_growth
+        share = self.engine.link * math.pow(min(devices, LINKED_AT_ONCE) / 2, self.engine.link_growth)
         return self.engine.collective + sent / (self.hardware.link_bandwidth * share)
 
 

@@ -168,16 +168,17 @@ class Fleet:
     ) -> None:
         if replicas < 1:
             raise WorkloadError(f"--replicas must be at least 1, got {replicas}")
-        self._make = lambda workload: Replica(config, capacity, cost, workload if detail else None)
+        self._config, self._capacity, self._cost = config, capacity, cost
+        self._detail = detail
         self._count = replicas
         self._routing = routing
         self._give_up = give_up
 
     def run(self, workload: Workload) -> Outcome:
         """Simulates the workload to its end."""
-        return _Simulation([self._make(workload) for _ in range(self._count)], make_route(self._routing), workload).run(
-            self._give_up
-        )
+        detailed = workload if self._detail else None
+        replicas = [Replica(self._config, self._capacity, self._cost, detailed) for _ in range(self._count)]
+        return _Simulation(replicas, make_route(self._routing), workload).run(self._give_up)
 
 
 class _Simulation:

@@ -46,8 +46,8 @@ def check_fits(deployment: Deployment) -> None:
         raise SizingError(
             f"the weights fit, but the {max(0, deployment.kv_budget) / 1e9:.2f} GB left for the KV cache hold "
             f"{deployment.kv_tokens:,} tokens, fewer than one sequence of --max-model-len {deployment.max_model_len}; "
-            f"{_lower_length(deployment)}raise --gpu-memory-utilization, use more devices (--tensor-parallel-size) or a "
-            "smaller --dtype"
+            f"{_lower_length(deployment)}raise --gpu-memory-utilization, use more devices (--tensor-parallel-size) "
+            "or a smaller --dtype"
         )
 
 
@@ -56,7 +56,7 @@ def weights_do_not_fit(deployment: Deployment) -> str:
     needed = deployment.weight_bytes + deployment.context_bytes + deployment.activation_bytes
     return (
         f"the weights do not fit: on each of {deployment.tensor_parallel_size} × {deployment.hardware.title} "
-        f"{deployment.weight_bytes / 1e9:.2f} GB of weights, {deployment.context_bytes / 1e9:.2f} GB for CUDA and "
+        f"{deployment.weight_bytes / 1e9:.2f} GB of weights, {deployment.context_bytes / 1e9:.2f} GB for libraries and "
         f"{deployment.activation_bytes / 1e9:.2f} GB of activations make {needed / 1e9:.2f} GB, but "
         f"{deployment.gpu_memory_utilization:.0%} of its memory is {deployment.usable_bytes / 1e9:.2f} GB; use more "
         "devices (--tensor-parallel-size), a smaller --dtype, or larger hardware"

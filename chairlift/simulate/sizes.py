@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from chairlift.config import ConfigError
 from chairlift.execution.memory import activation_bytes, shared_budget
 from chairlift.model.config import ModelConfig
 from chairlift.simulate.catalogue import Hardware
 
-# CUDA's context, the libraries' workspaces, and with several devices the buffers of their collectives.
-CONTEXT_BYTES = 512 * 1024**2
-COLLECTIVE_BYTES = 256 * 1024**2
+COLLECTIVE_BYTES = 256 * 1024**2  # buffers of the collectives of several devices
 
 
-class SizingError(ValueError):
+class SizingError(ConfigError):
     """A deployment that cannot be. The message says what to change."""
 
 
@@ -87,9 +86,19 @@ class Deployment:
             raise SizingError(f"--max-model-len must be at least 2, got {self.max_model_len}")
         if self.max_model_len > self.model.max_position_embeddings:
             raise SizingError(
-                f"--max-model-len {self.max_model_len} is longer than the {self.model.max_position_embeddings} positions "
-                "that the model was made for"
+                f"--max-model-len {self.max_model_len} is longer than the {self.model.max_position_embeddings} "
+                "positions that the model was made for"
             )
+        for flag, limit in (("--max-num-seqs", self.max_num_seqs), ("--block-size", self.block_size)):
+            if limit < 1:
+                raise SizingError(f"{flag} must be at least 1, got {limit}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise SizingError(
+                f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least --max-num-seqs "
+                f"({self.max_num_seqs})"
+            )
+        if self.swap_space < 0:
+            raise SizingError(f"--swap-space must be at least 0 GiB, got {self.swap_space:g}")
         if self.precision.fp8_products and not self.hardware.fp8:
             raise SizingError(f"{self.hardware.title} has no fp8 arithmetic; use --dtype int8 for weights of one byte")
 
@@ -141,8 +150,8 @@ class Deployment:
 
     @property
     def context_bytes(self) -> int:
-        """What CUDA and its libraries take on each device."""
-        return CONTEXT_BYTES + (COLLECTIVE_BYTES if self.tensor_parallel_size > 1 else 0)
+        """What the driver and its libraries take on each device."""
+        return self.hardware.context_bytes + (COLLECTIVE_BYTES if self.tensor_parallel_size > 1 else 0)
 
     @property
     def usable_bytes(self) -> int:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
+from typing import Any
 
 import numpy as np
 
@@ -168,7 +169,7 @@ def step_points(engine: str) -> list[StepPoint]:
     return points
 
 
-def _points(fit: dict[str, list[float]], model: str, devices: int, batch: int, length: int) -> list[StepPoint]:
+def _points(fit: dict[str, Any], model: str, devices: int, batch: int, length: int) -> list[StepPoint]:
     a, b, c = fit["prefill"]
     tokens, pairs = batch * length, batch * length * (length + 1) // 2
     prefill = StepWork(rows=tokens, sequences=batch, sampled=batch, pairs=pairs)

@@ -14,13 +14,18 @@ from chairlift.scheduling.scheduler import Scheduler
 
 
 def request(
-    request_id: str, prompt: int | Sequence[int], max_tokens: int, *, arrival: float = 0.0, **params
+    request_id: str, prompt: int | Sequence[int], max_tokens: int, *, arrival: float = 0.0, priority: int = 0, **params
 ) -> Request:
     """A request whose prompt is given, or is ``prompt`` tokens of its own."""
     tokens = [hash((request_id, i)) % EOS for i in range(prompt)] if isinstance(prompt, int) else prompt
     params = {"seed": 0, "ignore_eos": True, **params}
     return Request(
-        request_id, tokens, SamplingParams(max_tokens=max_tokens, **params), eos_token_ids=(EOS,), arrival=arrival
+        request_id,
+        tokens,
+        SamplingParams(max_tokens=max_tokens, **params),
+        eos_token_ids=(EOS,),
+        arrival=arrival,
+        priority=priority,
     )
 
 

@@ -1,0 +1,45 @@
+"""A model that costs nothing to run, for tests in which the text does not matter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import tokenizers
+import torch
+from tokenizers import decoders, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+TINY_MODEL_LEN = 1024
+
+
+def save_tiny_model(directory: Path) -> None:
+    """A Llama of a few thousand random weights whose tokens are bytes."""
+    torch.manual_seed(0)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: i for i, symbol in enumerate(alphabet)}
+    vocabulary |= {"<|begin|>": 256, "<|end|>": 257}
+    config = LlamaConfig(
+        vocab_size=258,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=TINY_MODEL_LEN,
+        bos_token_id=256,
+        eos_token_id=257,
+        initializer_range=0.4,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|begin|>", "<|end|>"])
+    backend.save(str(directory / "tokenizer.json"))
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<|begin|>", "eos_token": "<|end|>", "chat_template": template})
+    )

@@ -69,20 +69,21 @@ class LengthShape:
     def draw(self, rng: np.random.Generator, count: int, max_length: int) -> list[tuple[int, int]]:
         """Draws lengths, scaled to ``max_length`` by the rule of :func:`fit_lengths`.
 
-        Prompt and output are drawn independently, one from each of ``count`` equal shares of the distribution, so that
-        even a few requests have its mean and its spread, and workloads of different size can be compared.
+        Each length stands for an equal share of the service's requests, so that even a few requests have its mean and
+        its spread, and workloads of different size can be compared. The seed decides which prompt goes with which
+        output, and their order: in the service, the two do not depend on one another.
         """
         if max_length < 2:
             raise WorkloadError(f"a sequence has at least 2 tokens, and the model's length is {max_length}")
         factor = min(1.0, max_length / self.longest_sequence)
-        prompts = np.interp(_stratified(rng, count), self._probability, self._prompt)
-        outputs = np.interp(_stratified(rng, count), self._probability, self._output)
+        prompts = np.interp(_shares(rng, count), self._probability, self._prompt)
+        outputs = np.interp(_shares(rng, count), self._probability, self._output)
         return [fit(round(p), round(o), factor, max_length) for p, o in zip(prompts, outputs, strict=True)]
 
 
-def _stratified(rng: np.random.Generator, count: int) -> np.ndarray:
-    """A number from each of ``count`` equal parts of [0, 1), in random order."""
-    shares: np.ndarray = (rng.permutation(count) + rng.random(count)) / count
+def _shares(rng: np.random.Generator, count: int) -> np.ndarray:
+    """The middles of ``count`` equal parts of [0, 1], in random order."""
+    shares: np.ndarray = (rng.permutation(count) + 0.5) / count
     return shares
 
 

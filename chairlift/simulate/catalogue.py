@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.config import ConfigError
+from chairlift.execution.memory import available_host_memory
 from chairlift.model.config import ModelConfig, from_hf, read_config
 from chairlift.model.source import HUB_ID, ModelError, resolve
 

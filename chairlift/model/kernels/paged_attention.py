@@ -276,10 +276,10 @@ def _write(row: int, key: Any, value: Any, strides: Any, keys: Any, values: Any,
             values[target + offset * dim + d] = value[row * strides[2] + head * dim + d]
 
 
-def _build(digest: str) -> Any:
+def _build(digest: str, *, cache: bool) -> Any:
     """Makes the kernel. Captures ``digest`` so that Numba's cache of compiled code depends on it."""
 
-    @njit(parallel=True, nogil=True, cache=True, error_model="numpy", boundscheck=False)
+    @njit(parallel=True, nogil=True, cache=cache, error_model="numpy", boundscheck=False)
     def paged_attention(  # type: ignore[no-untyped-def]
         query,
         key,
@@ -331,4 +331,8 @@ def _build(digest: str) -> Any:
     return paged_attention
 
 
-paged_attention = _build(SOURCE_DIGEST)
+try:
+    paged_attention = _build(SOURCE_DIGEST, cache=True)
+except RuntimeError:
+    # There is no folder that Numba may write to: every start compiles anew.
+    paged_attention = _build(SOURCE_DIGEST, cache=False)

@@ -166,7 +166,7 @@ def read_deployment(model: str, options: dict[str, Any]) -> Deployment:
         kv_itemsize=KV_BYTES[kv_dtype],
         gpu_memory_utilization=share if share is not None else (0.50 if on_cpu else 0.90),
         max_model_len=length if length is not None else shape.max_position_embeddings,
-        max_num_seqs=min(options.get("max_num_seqs") or 128, budget),
+        max_num_seqs=options.get("max_num_seqs") or min(128, budget),
         max_num_batched_tokens=budget,
         block_size=options["block_size"],
         swap_space=options["swap_space"],

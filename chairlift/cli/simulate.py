@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from chairlift.simulate.search import Setting
 
 CASE_STUDY = "case-study"
-DEFAULT_REQUESTS = 500
+DEFAULT_REQUESTS, SEARCHED_REQUESTS = 500, 1000
 SEARCHES = ("rate", "limits", "replicas")
 
 
@@ -83,7 +83,7 @@ SEARCHES = ("rate", "limits", "replicas")
     help="Of the arrivals: 1 is Poisson, less is burstier (gamma distributed gaps).",
 )
 @click.option("--clients", type=click.IntRange(1), metavar="N", help="A closed loop of N clients instead.")
-@click.option("--num-requests", type=click.IntRange(1), metavar="N", help=f"How many.  [default: {DEFAULT_REQUESTS}]")
+@click.option("--num-requests", type=click.IntRange(1), metavar="N", help=f"How many.  [default: {DEFAULT_REQUESTS}, for --find {SEARCHED_REQUESTS:,}]")
 @click.option("--time-scale", type=float, default=1.0, show_default=True, help="Factor on the times of the trace.")
 @goodput_option
 @click.option(
@@ -198,7 +198,7 @@ def _read(model: str, options: dict[str, Any]) -> tuple[Setting, Workload]:
             options["trace"], max_length=longest, time_scale=options["time_scale"], limit=options["num_requests"]
         )
     else:
-        count = options["num_requests"] or DEFAULT_REQUESTS
+        count = options["num_requests"] or (SEARCHED_REQUESTS if options["find"] else DEFAULT_REQUESTS)
         prompt, output = options["input_len"] or DEFAULT_INPUT, options["output_len"] or DEFAULT_OUTPUT
         lengths = draw_lengths(prompt, output, count, options["seed"]).clip(longest)
         rate = options["request_rate"]

@@ -28,7 +28,7 @@ from chairlift.simulate.cost import StepCost
 from chairlift.simulate.executor import SimulatedExecutor
 
 ROUTES = ("round-robin", "least-load", "prefix-aware")
-PREFIX_TOKENS = 512  # a prompt's head that the prefix-aware router looks at
+PREFIX_LENGTHS = tuple(1 << n for n in range(6, 14))  # heads of prompts that the prefix-aware router compares
 PREFIX_IMBALANCE = 2.0  # times the mean load at which it gives up the replica that has the prefix
 
 
@@ -91,8 +91,8 @@ def make_route(name: str) -> Route:
     """A router: which replica gets a request.
 
     "round-robin" takes them in turn. "least-load" takes the one with the fewest tokens still to compute.
-    "prefix-aware" takes the one that last had a prompt with the same head, unless that one is much busier than the
-    mean; else the least loaded.
+    "prefix-aware" takes the one that last had a prompt with the longest equal head, unless that one is much busier than
+    the mean; else the least loaded.
     """
     if name not in ROUTES:
         raise WorkloadError(f"--routing must be one of {', '.join(ROUTES)}; got {name!r}")
@@ -104,12 +104,13 @@ def make_route(name: str) -> Route:
     owners: dict[int, int] = {}
 
     def prefix_aware(replicas: Sequence[Replica], request: WorkloadRequest) -> int:
-        head = hash(request.prompt_token_ids[:PREFIX_TOKENS])
-        chosen = owners.get(head)
+        prompt = request.prompt_token_ids
+        heads = [hash(prompt[:length]) for length in PREFIX_LENGTHS if length <= len(prompt)]
+        chosen = next((owners[head] for head in reversed(heads) if head in owners), None)
         mean = sum(replica.load for replica in replicas) / len(replicas)
         if chosen is None or replicas[chosen].load > PREFIX_IMBALANCE * (mean + request.num_tokens):
             chosen = _least_loaded(replicas)
-        owners[head] = chosen
+        owners.update(dict.fromkeys(heads, chosen))
         return chosen
 
     return prefix_aware

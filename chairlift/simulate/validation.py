@@ -115,7 +115,7 @@ def summarize(predicted: Iterable[float], measured: Iterable[float]) -> Errors:
         float(errors.mean()),
         float(np.percentile(absolute, 95)),
         float(absolute.max()),
-        float((absolute <= 0.1).mean()),
+        float((absolute <= 0.1 + 1e-9).mean()),
     )
 
 

@@ -69,7 +69,7 @@ async def _whole(outputs: OutputStream, prompt: Sequence[int], answer: Answer) -
         }
         for sequence in sequences
     ]
-    return answer.head("chat.completion") | {"choices": choices, "usage": usage([prompt], outputs.completion_tokens)}
+    return answer.head("chat.completion") | {"choices": choices, "usage": usage([prompt], outputs)}
 
 
 async def _chunks(
@@ -92,7 +92,7 @@ async def _chunks(
                 if chunk:
                     yield chunk
     if include_usage:
-        yield events.usage(usage([prompt], outputs.completion_tokens))
+        yield events.usage(usage([prompt], outputs))
     yield DONE
 
 

@@ -54,7 +54,7 @@ async def _whole(outputs: OutputStream, prompts: Sequence[Sequence[int]], answer
         }
         for sequence in sequences
     ]
-    return answer.head("text_completion") | {"choices": choices, "usage": usage(prompts, outputs.completion_tokens)}
+    return answer.head("text_completion") | {"choices": choices, "usage": usage(prompts, outputs)}
 
 
 async def _chunks(
@@ -69,5 +69,5 @@ async def _chunks(
                         f'"index":{delta.index},"text":{encode_json(delta.text)},"logprobs":null,{ending_of(delta)}'
                     )
     if include_usage:
-        yield events.usage(usage(prompts, outputs.completion_tokens))
+        yield events.usage(usage(prompts, outputs))
     yield DONE

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from chairlift.api.errors import APIError, bad_request, engine_failed, shown
 from chairlift.api.schema import GenerationBody
@@ -94,7 +94,14 @@ class Frontend:
         for prompt in prompts:
             self._check_prompt(prompt, body.requested_max_tokens, param)
         self._check_tokens(params.stop_token_ids, "stop_token_ids")
-        return OutputStream(self.engine, self.tokenizer, prompts, params, priority=body.priority or 0)
+        return OutputStream(
+            self.engine,
+            self.tokenizer,
+            prompts,
+            params,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt,
+        )
 
     def _check_prompt(self, prompt: Sequence[int], max_tokens: int | None, param: str) -> None:
         if not prompt:
@@ -128,11 +135,12 @@ def engine_errors() -> Iterator[None]:
         raise APIError(500, str(error), code="generation_failed") from error
 
 
-def usage(prompts: Sequence[Sequence[int]], completion_tokens: int) -> dict[str, int]:
+def usage(prompts: Sequence[Sequence[int]], outputs: OutputStream) -> dict[str, Any]:
     """The ``usage`` of an answer; a prompt counts once, whatever ``n`` is."""
     prompt_tokens = sum(map(len, prompts))
     return {
         "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
+        "completion_tokens": outputs.completion_tokens,
+        "total_tokens": prompt_tokens + outputs.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": outputs.cached_tokens},
     }

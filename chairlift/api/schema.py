@@ -152,6 +152,9 @@ class GenerationBody(Body):
     )
     ignore_eos: bool | None = Field(None, description="Go on past the end-of-sequence token.")
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="For the priority policy; lower goes first.")
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=256, description="Only requests with the same salt share computed prompts."
+    )
 
     @model_validator(mode="after")
     def _options_need_stream(self) -> GenerationBody:
@@ -221,6 +224,14 @@ class MessageBody(Body):
         Annotated[list[TextPart], BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart])] | None
     ) = Field(None, description="The text, whole or in parts.")
     tool_call_id: str | None = Field(None, description="For the role tool: the call that this answers.")
+
+    @model_validator(mode="after")
+    def _has_content(self) -> MessageBody:
+        if "content" not in self.model_fields_set and self.role != "assistant":
+            raise PydanticCustomError(
+                "unsupported", "is missing: a message of this role needs one", {"field": "content"}
+            )
+        return self
 
     @property
     def text(self) -> str:

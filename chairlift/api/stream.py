@@ -78,7 +78,7 @@ class Events:
         """A chunk with one choice, whose fields are given as JSON without the braces."""
         return f'{self._head}"choices":[{{{fields}{self._tail}'.encode()
 
-    def usage(self, usage: Mapping[str, int]) -> bytes:
+    def usage(self, usage: Mapping[str, Any]) -> bytes:
         """The chunk that has the usage, and no choice."""
         return f'{self._head}"choices":[],"usage":{encode_json(usage)}}}\n\n'.encode()
 

@@ -33,7 +33,7 @@ class Completion:
         token_ids: all tokens generated up to the end, the one that ended it included.
         finish_reason: "stop" or "length".
         stop_reason: the stop string, or the token among ``stop_token_ids``, that ended it.
-        timing: when its stages began, in seconds of the monotonic clock; ``None`` where a stop string ended it.
+        timing: when its stages began, in seconds of the monotonic clock.
     """
 
     index: int
@@ -195,9 +195,9 @@ class LLM:
             new, completion = sequence.output.update(delta), sequence.completion
             completion.text += new.text
             completion.token_ids.extend(new.token_ids)
+            completion.timing = new.timing or completion.timing
             if new.finish_reason is not None:
                 completion.finish_reason, completion.stop_reason = new.finish_reason, new.stop_reason
-                completion.timing = new.timing
                 del running[delta.request_id]
                 if delta.finish_reason is None:  # a stop string, of which the engine knows nothing
                     self._commands.append(AbortRequest(delta.request_id))

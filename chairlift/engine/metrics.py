@@ -58,6 +58,10 @@ class EngineMetrics:
         self._swapped = self._gauge("num_requests_swapped", "Sequences whose KV cache is in host memory.")
         self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all of them.")
         self._preemptions = self._counter("num_preemptions", "Sequences put aside to make room for others.")
+        self._swapped_out = self._counter("swapped_out_blocks", "KV blocks copied to the host.")
+        self._swapped_in = self._counter("swapped_in_blocks", "KV blocks copied back from the host.")
+        self._cache_queries = self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")
+        self._cache_hits = self._counter("prefix_cache_hits", "Tokens that the prefix cache had.")
         self._step_tokens = self._histogram("iteration_tokens_total", "Token rows in a step.", STEP_TOKENS_BUCKETS)
         self._busy = self._counter("step_seconds", "Seconds spent computing steps.")
         rows = Counter(
@@ -96,8 +100,11 @@ class EngineMetrics:
         """Counts a step; for :meth:`AsyncEngineClient.subscribe`."""
         self._step_tokens.observe(record.rows.total)
         self._busy.inc(record.elapsed)
-        if record.preempted:
-            self._preemptions.inc(record.preempted)
+        self._preemptions.inc(record.preempted)
+        self._swapped_out.inc(record.blocks_swapped_out)
+        self._swapped_in.inc(record.blocks_swapped_in)
+        self._cache_queries.inc(record.looked_up_tokens)
+        self._cache_hits.inc(record.cached_tokens)
         for kind, counter in self._rows.items():
             if count := getattr(record.rows, kind):
                 counter.inc(count)
@@ -157,8 +164,10 @@ class MeteredEngine:
             async for delta in stream:
                 if delta.token_ids:
                     sequence.on_tokens(len(delta.token_ids))
+                if delta.timing is not None:
+                    sequence.on_timing(delta.timing)
                 if delta.finish_reason is not None:
-                    sequence.on_end(delta.finish_reason, _queued_seconds(delta.timing))
+                    sequence.on_end(delta.finish_reason)
                 yield delta
         except GeneratorExit:
             sequence.on_end("stop")
@@ -184,10 +193,6 @@ class MeteredEngine:
         await self._engine.close()
 
 
-def _queued_seconds(timing: RequestTiming | None) -> float | None:
-    return None if timing is None or timing.admitted is None else timing.admitted - timing.arrival
-
-
 class SequenceMetrics:
     """The clock and the counts of one sequence, from arrival to its end, which is counted once."""
 
@@ -197,7 +202,7 @@ class SequenceMetrics:
         self._generated = 0
         self._arrival = metrics.clock()
         self._first = self._last = self._arrival
-        self._ended = False
+        self._ended = self._queue_counted = False
 
     def on_tokens(self, count: int) -> None:
         """Counts tokens that arrived just now, at least one."""
@@ -212,13 +217,14 @@ class SequenceMetrics:
         self._generated += count
         metrics.generation_tokens.inc(count)
 
-    def on_end(self, finish_reason: str, queued_seconds: float | None = None) -> None:
-        """Counts the end, the first time it is called.
+    def on_timing(self, timing: RequestTiming) -> None:
+        """Counts how long it waited, from arrival to its first step, when that is first known."""
+        if not self._queue_counted and timing.admitted is not None:
+            self._queue_counted = True
+            self._metrics.queue.observe(timing.admitted - timing.arrival)
 
-        Args:
-            finish_reason: one of :data:`FINISH_REASONS`.
-            queued_seconds: from arrival to the first step, where that is known.
-        """
+    def on_end(self, finish_reason: str) -> None:
+        """Counts the end, the first time it is called. ``finish_reason`` is one of :data:`FINISH_REASONS`."""
         if self._ended:
             return
         self._ended = True
@@ -229,8 +235,6 @@ class SequenceMetrics:
         metrics.request_generation.observe(self._generated)
         if self._generated > 1:
             metrics.tpot.observe((self._last - self._first) / (self._generated - 1))
-        if queued_seconds is not None:
-            metrics.queue.observe(queued_seconds)
 
 
 def _one_two_five(limit: int) -> list[float]:

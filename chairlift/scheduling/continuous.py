@@ -306,10 +306,11 @@ class ContinuousScheduler:
         return deltas
 
     def _take_token(self, request: Request, token_id: int, now: float) -> SequenceDelta:
-        if request.timing.first_token is None:
+        first = request.timing.first_token is None
+        if first:
             request.timing.first_token = now
         if not request.append(token_id):
-            return SequenceDelta(request.request_id, (token_id,))
+            return SequenceDelta(request.request_id, (token_id,), timing=request.timing if first else None)
         request.timing.finished = now
         self._output_lengths.add(request.num_tokens - request.num_prompt_tokens)
         self._running.remove(request)

@@ -180,7 +180,7 @@ class SequenceDelta:
         finish_reason: ``None`` while it goes on; else "stop", "length", "abort" or "error".
         stop_reason: the token id that ended it, where one of the request's own ``stop_token_ids`` did.
         error: what went wrong, where the reason is "error".
-        timing: set on the last delta.
+        timing: set on the first delta and on the last.
     """
 
     request_id: str

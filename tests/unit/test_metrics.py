@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from chairlift.engine.client import EngineStats
 from chairlift.engine.executor import Capacity
 from chairlift.engine.metrics import EngineMetrics, MeteredEngine
-from chairlift.scheduling.plan import RowCounts, SequenceDelta, StepRecord
+from chairlift.scheduling.plan import RequestTiming, RowCounts, SequenceDelta, StepRecord
 from chairlift.scheduling.sampling_params import SamplingParams
 
 
@@ -51,7 +51,9 @@ def test_latencies_of_a_sequence() -> None:
     clock.now += 1.0
     sequence.on_tokens(3)
     clock.now += 0.5
-    sequence.on_end("length", queued_seconds=0.125)
+    sequence.on_timing(RequestTiming(arrival=1.0, admitted=1.125))
+    sequence.on_timing(RequestTiming(arrival=1.0, admitted=1.125))
+    sequence.on_end("length")
     assert value(metrics, "time_to_first_token_seconds_sum") == 2.0
     assert value(metrics, "time_to_first_token_seconds_count") == 1
     assert value(metrics, "inter_token_latency_seconds_sum") == 1.5
@@ -124,7 +126,12 @@ class OneTokenAtATime:
         self.closed = False
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, priority: int = 0
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncIterator[SequenceDelta]:
         try:
             while True:

@@ -133,7 +133,12 @@ class FakeEngine:
         self.done = 0
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, priority: int = 0
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncIterator[SequenceDelta]:
         script = self.scripts[len(self.params)]
         self.params.append(params)

@@ -48,7 +48,12 @@ class FakeEngine:
     subscribers: list[Callable[[StepRecord], None]] = field(default_factory=list)
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, priority: int = 0
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncIterator[SequenceDelta]:
         self.asked.append((list(prompt_token_ids), params, priority))
         self.running += 1

@@ -39,7 +39,12 @@ async def test_completion(client: httpx.AsyncClient, engine: Any) -> None:
         "choices": [
             {"index": 0, "text": "Hello world", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
         ],
-        "usage": {"prompt_tokens": 2, "completion_tokens": 12, "total_tokens": 14},
+        "usage": {
+            "prompt_tokens": 2,
+            "completion_tokens": 12,
+            "total_tokens": 14,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
     }
     [(prompt, params, priority)] = engine.asked
     assert (prompt, params.max_tokens, params.temperature, priority) == ([72, 105], 16, 1.0, 0)
@@ -62,7 +67,12 @@ async def test_chat(client: httpx.AsyncClient, engine: Any) -> None:
                 "stop_reason": None,
             }
         ],
-        "usage": {"prompt_tokens": len(prompt), "completion_tokens": 12, "total_tokens": len(prompt) + 12},
+        "usage": {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": 12,
+            "total_tokens": len(prompt) + 12,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
     }
     [(asked, params, priority)] = engine.asked
     assert (asked, params.max_tokens, priority) == (prompt, None, -3)
@@ -90,7 +100,12 @@ async def test_each_prompt_gets_its_n_choices_in_order(client: httpx.AsyncClient
     body = {"model": "tiny", "prompt": ["a", "bc"], "n": 2, "seed": 5}
     answer = await post(client, "/v1/completions", body)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
-    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 48, "total_tokens": 51}
+    assert answer["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 48,
+        "total_tokens": 51,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert [prompt for prompt, _, _ in engine.asked] == [[97], [97], [98, 99], [98, 99]]
     seeds = [params.seed for _, params, _ in engine.asked]
     assert seeds[0] == seeds[2] == 5
@@ -152,7 +167,12 @@ async def test_usage_in_a_stream(client: httpx.AsyncClient, n: int) -> None:
     *chunks, last = await events(client, "/v1/chat/completions", body)
     assert all(chunk["usage"] is None and len(chunk["choices"]) == 1 for chunk in chunks)
     assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 20, "completion_tokens": 12 * n, "total_tokens": 20 + 12 * n}
+    assert last["usage"] == {
+        "prompt_tokens": 20,
+        "completion_tokens": 12 * n,
+        "total_tokens": 20 + 12 * n,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -157,7 +157,11 @@ def read_deployment(model: str, options: dict[str, Any]) -> Deployment:
     if kv_dtype not in KV_BYTES:
         raise SizingError(f"--kv-cache-dtype must be one of {', '.join(KV_BYTES)}; got {kv_dtype!r}")
     share, length = options["gpu_memory_utilization"], options["max_model_len"]
-    budget = options["max_num_batched_tokens"] or (512 if on_cpu else 2048)
+    budget = options["max_num_batched_tokens"]
+    if budget is None:
+        budget = 512 if on_cpu else 2048
+    elif budget < 1:
+        raise SizingError(f"--max-num-batched-tokens must be at least 1, got {budget}")
     return Deployment(
         model=shape,
         hardware=hardware,

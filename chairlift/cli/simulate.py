@@ -83,7 +83,12 @@ SEARCHES = ("rate", "limits", "replicas")
     help="Of the arrivals: 1 is Poisson, less is burstier (gamma distributed gaps).",
 )
 @click.option("--clients", type=click.IntRange(1), metavar="N", help="A closed loop of N clients instead.")
-@click.option("--num-requests", type=click.IntRange(1), metavar="N", help=f"How many.  [default: {DEFAULT_REQUESTS}, for --find {SEARCHED_REQUESTS:,}]")
+@click.option(
+    "--num-requests",
+    type=click.IntRange(1),
+    metavar="N",
+    help=f"How many.  [default: {DEFAULT_REQUESTS}, for --find {SEARCHED_REQUESTS:,}]",
+)
 @click.option("--time-scale", type=float, default=1.0, show_default=True, help="Factor on the times of the trace.")
 @goodput_option
 @click.option(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -35,6 +37,19 @@ class KVStore:
             )
             for _ in range(config.num_layers)
         ]
+
+    def copy_from(self, source: KVStore, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies blocks of every layer from ``source``, which may be on another device.
+
+        Args:
+            source: of the same model and block size.
+            pairs: (block of ``source``, block here).
+        """
+        taken = torch.tensor([pair[0] for pair in pairs], device=source.layers[0].key.device)
+        given = torch.tensor([pair[1] for pair in pairs], device=self.layers[0].key.device)
+        for here, there in zip(self.layers, source.layers, strict=True):
+            here.key[given] = there.key[taken].to(here.key.device)
+            here.value[given] = there.value[taken].to(here.value.device)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from chairlift.config import ConfigError, EngineConfig, available_cores
+from chairlift.config import GIB, ConfigError, EngineConfig, available_cores
 from chairlift.engine.executor import Capacity
 from chairlift.execution.kv_store import KVStore, kv_bytes_per_token
 from chairlift.execution.memory import (
@@ -19,6 +19,7 @@ from chairlift.execution.memory import (
     available_host_memory,
     explicit_budget,
     num_kv_blocks,
+    num_swap_blocks,
     resolve_max_model_len,
     shared_budget,
 )
@@ -35,6 +36,7 @@ from chairlift.scheduling.sampling_params import SamplingParams
 # Rows in a step where nobody asks. More rows feed the device better and make everyone else wait longer; on the CPU a
 # chunk of this many rows already runs at the full speed of its matrix products.
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
+SPEED_TEST_TOKENS, SPEED_TEST_BLOCKS = 256, 16
 CPU_INFO = Path("/proc/cpuinfo")
 # What a processor calls its bfloat16 instructions: x86 with AVX-512 or AMX, Arm.
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
@@ -73,13 +75,26 @@ class LocalExecutor:
 
         available = available_host_memory()
         model = load_model(source, model_config, dtype=dtype, device=device)
+        bytes_per_token = kv_bytes_per_token(model_config, dtype)
         num_blocks = num_kv_blocks(
             _kv_budget(config, limits, model, attention, available),
-            bytes_per_token=kv_bytes_per_token(model_config, dtype),
+            bytes_per_token=bytes_per_token,
             block_size=config.block_size,
             max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs,
         )
+        block_bytes = config.block_size * bytes_per_token
+        on_host = model.weight_bytes + num_blocks * block_bytes if device.type == "cpu" else 0
+        num_host_blocks = num_swap_blocks(
+            int(config.swap_space * GIB),
+            available=available - on_host,
+            block_bytes=block_bytes,
+            most=config.max_num_seqs * -(-max_model_len // config.block_size),
+        )
+        self._runner: ModelRunner | None = _runner(model, attention, num_blocks, config.block_size, num_host_blocks)
+        # Kernels compile when they first run: that is now, and not in somebody's first token.
+        self._runner.run(StepLimits(8, 2, min(8, max_model_len), config.block_size).largest_step())
+        recompute, swap = _measure_speeds(self._runner, limits) if num_host_blocks else (0.0, 0.0)
         self._capacity = Capacity(
             num_blocks=num_blocks,
             block_size=config.block_size,
@@ -87,17 +102,17 @@ class LocalExecutor:
             vocab_size=model_config.vocab_size,
             max_num_batched_tokens=budget,
             eos_token_ids=model_config.eos_token_ids,
+            num_host_blocks=num_host_blocks,
+            recompute_seconds_per_token=recompute,
+            swap_seconds_per_block=swap,
             model=source.name,
             architecture=model_config.architecture,
             dtype=_name(dtype),
             device=str(device),
             attention_backend=attention.name,
             weight_bytes=model.weight_bytes,
-            kv_bytes_per_token=kv_bytes_per_token(model_config, dtype),
+            kv_bytes_per_token=bytes_per_token,
         )
-        self._runner: ModelRunner | None = _runner(model, attention, num_blocks, config.block_size)
-        # Kernels compile when they first run: that is now, and not in somebody's first token.
-        self._runner.run(StepLimits(8, 2, min(8, max_model_len), config.block_size).largest_step())
 
     def capacity(self) -> Capacity:
         """Returns what fits; constant."""
@@ -175,10 +190,41 @@ def resolve_dtype(name: str, device: torch.device, cpu_info: Path = CPU_INFO) ->
     return torch.bfloat16 if flags & BFLOAT16_FLAGS else torch.float32
 
 
-def _runner(model: CausalLM, attention: AttentionBackend[Any], num_blocks: int, block_size: int) -> ModelRunner:
+def _runner(
+    model: CausalLM, attention: AttentionBackend[Any], num_blocks: int, block_size: int, num_host_blocks: int = 0
+) -> ModelRunner:
     weight = model.embedding
-    kv = KVStore(model.config, num_blocks=num_blocks, block_size=block_size, dtype=weight.dtype, device=weight.device)
-    return ModelRunner(model, attention, kv, block_size=block_size, device=weight.device)
+
+    def store(blocks: int, device: torch.device) -> KVStore:
+        return KVStore(model.config, num_blocks=blocks, block_size=block_size, dtype=weight.dtype, device=device)
+
+    return ModelRunner(
+        model,
+        attention,
+        store(num_blocks, weight.device),
+        block_size=block_size,
+        device=weight.device,
+        host=store(num_host_blocks, torch.device("cpu")) if num_host_blocks else None,
+    )
+
+
+def _measure_speeds(runner: ModelRunner, limits: StepLimits) -> tuple[float, float]:
+    """Seconds to compute a prompt token again, and to move a block one way: what a preemption weighs up."""
+    assert runner.host is not None  # noqa: S101 - called only with swap space
+    rows = min(SPEED_TEST_TOKENS, limits.max_num_batched_tokens, limits.max_model_len)
+    prefill = StepLimits(rows, 1, rows, limits.block_size).largest_step()
+    count = min(SPEED_TEST_BLOCKS, runner.host.num_blocks, runner.kv.num_blocks)
+    move = StepPlan(0, (), RowCounts(), swap_out=[(block, block) for block in range(count)])
+    return _best_time(runner, prefill) / rows, _best_time(runner, move) / count
+
+
+def _best_time(runner: ModelRunner, plan: StepPlan) -> float:
+    times = []
+    for _ in range(3):  # the first touches memory that later ones find in place
+        started = time.perf_counter()
+        runner.run(plan)
+        times.append(time.perf_counter() - started)
+    return min(times)
 
 
 def _kv_budget(

@@ -82,6 +82,27 @@ def num_kv_blocks(
     )
 
 
+def num_swap_blocks(swap_bytes: int, *, available: int, block_bytes: int, most: int) -> int:
+    """Blocks of swap space on the host, and no more than ``most``, which is all that could ever be swapped.
+
+    Args:
+        swap_bytes: what the user gives to it.
+        available: bytes of host memory that nothing else needs.
+        block_bytes: bytes of a block over all layers.
+        most: blocks that all sequences together can fill.
+
+    Raises:
+        ConfigError: the host has not so much memory.
+    """
+    blocks = min(swap_bytes // block_bytes, most)
+    if blocks * block_bytes > available:
+        raise ConfigError(
+            f"--swap-space asks for {_mib(blocks * block_bytes)} of host memory, but only {_mib(max(0, available))} "
+            "are left beside weights and KV cache; lower --swap-space, or the memory that the KV cache takes"
+        )
+    return blocks
+
+
 def resolve_max_model_len(asked: int | None, config: ModelConfig) -> int:
     """The longest sequence to serve.
 

@@ -18,8 +18,16 @@ class ModelRunner:
     """A model with its attention backend and its KV cache. Keeps nothing of a plan once it has run."""
 
     def __init__(
-        self, model: CausalLM, attention: AttentionBackend[Any], kv: KVStore, *, block_size: int, device: torch.device
+        self,
+        model: CausalLM,
+        attention: AttentionBackend[Any],
+        kv: KVStore,
+        *,
+        block_size: int,
+        device: torch.device,
+        host: KVStore | None = None,
     ) -> None:
+        self.host = host
         self.model = model
         self.attention = attention
         self.kv = kv
@@ -33,6 +41,8 @@ class ModelRunner:
         Raises:
             NonFiniteLogitsError: the model computed nonsense for some request; the message names it.
         """
+        if plan.swap_out or plan.swap_in:
+            self._swap(plan)
         if not plan.chunks:
             return []
         batch = build_batch(plan, self.block_size, self.device)
@@ -46,3 +56,12 @@ class ModelRunner:
         except NonFiniteLogitsError as error:
             requests = ", ".join(batch.sampled_ids[row] for row in error.rows)
             raise NonFiniteLogitsError(error.rows, f"request {requests} in step {plan.step}") from None
+
+    def _swap(self, plan: StepPlan) -> None:
+        """Moves blocks before anything is written: a block that is swapped out may be somebody else's in this step."""
+        if self.host is None:
+            raise RuntimeError(f"step {plan.step} swaps, but there is no swap space")
+        if plan.swap_out:
+            self.host.copy_from(self.kv, plan.swap_out)
+        if plan.swap_in:
+            self.kv.copy_from(self.host, plan.swap_in)

@@ -77,7 +77,7 @@ def calibrate(
     executor: Executor,
     config: EngineConfig,
     *,
-    rounds: Sequence[tuple[int, int, int, int]] = ROUNDS,
+    rounds: Sequence[tuple[int, int, int, int]] | None = None,
     repeats: int = 2,
     seed: int = 0,
     note: Callable[[str], None] = lambda _: None,
@@ -87,7 +87,7 @@ def calibrate(
     Args:
         executor: with the model loaded; left open.
         config: what it was made with.
-        rounds: see :data:`ROUNDS`.
+        rounds: instead of :data:`ROUNDS`.
         repeats: how often all rounds are run.
         seed: of lengths and prompts.
         note: told what is running.
@@ -95,6 +95,7 @@ def calibrate(
     Raises:
         CalibrationError: the model's length leaves too few shapes to run.
     """
+    rounds = ROUNDS if rounds is None else rounds
     capacity = executor.capacity()
     timer = StepTimer(executor)
     rng = np.random.default_rng(seed)

@@ -85,9 +85,9 @@ SETTINGS: tuple[CaseSetting, ...] = (
     CaseSetting(
         title="best fit",
         engine="distserve",
-        prompt="lognormal:110:0.5:2048",
-        output="lognormal:80:1:1024",
-        static_batch_size=8,
+        prompt="lognormal:154:0.62:2900",
+        output="lognormal:75:0.80:640",
+        static_batch_size=22,
         tokens="total_token_throughput",
     ),
 )

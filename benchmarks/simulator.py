@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -175,39 +176,66 @@ def speed(trace: Path) -> None:
         )
 
 
-def engine(repeats: int) -> None:
+class CPUClock:
+    """Counts the CPU time of this process, and the time that it sleeps on purpose.
+
+    With one compute thread this is the time that the engine would take if nothing else ran on the machine.
+    """
+
+    def __init__(self) -> None:
+        self._slept = 0.0
+
+    def now(self) -> float:
+        return process_time() + self._slept
+
+    def advance(self, seconds: float) -> None:
+        pass
+
+    def sleep(self, seconds: float) -> None:
+        self._slept += seconds
+
+
+def engine(repeats: int, cpu_time: bool) -> None:
     """Calibration and measurement in turn, so that whatever else the machine does hits both."""
-    config = EngineConfig(model="smollm2", max_num_seqs=32, enable_prefix_caching=False)
+    config = EngineConfig(
+        model="smollm2", max_num_seqs=32, enable_prefix_caching=False, num_threads=1 if cpu_time else None
+    )
     executor = LocalExecutor(config)
     capacity = executor.capacity()
-    options = ScenarioOptions(max_length=512, vocab_size=capacity.vocab_size, num_requests=80)
-    rng = np.random.default_rng(3)
-    chat = draw_lengths("lognormal:100:0.8:400", "lognormal:40:0.7:150", 80, seed=11)
-    scenarios = {
-        "peak-50": build_scenario("peak-50", options),
-        "chat-12": Workload("chat-12", "", make_requests(chat.pairs, capacity.vocab_size, rng), 12),
-    }
-    measured: dict[str, list[Metrics]] = {name: [] for name in scenarios}
-    simulated: dict[str, list[Metrics]] = {name: [] for name in scenarios}
+    scenarios = engine_scenarios(capacity.vocab_size)
+    results: dict[str, list[tuple[Metrics, Metrics]]] = {name: [] for name in scenarios}
     for repeat in range(repeats):
-        cost = calibrate(executor, config, repeats=1, seed=repeat)
+        cost = calibrate(executor, config, repeats=1, seed=repeat, now=process_time if cpu_time else perf_counter)
         print(f"repeat {repeat + 1}: {cost.steps} steps, mean error {cost.mean_error:.1%}", flush=True)
         for name, workload in scenarios.items():
-            run = run_workload(workload, build_scheduler(config, capacity), executor, WallClock())
-            measured[name].append(request_metrics(run.requests, run.duration))
-            clock = VirtualClock()
+            real, clock = CPUClock() if cpu_time else WallClock(), VirtualClock()
+            sleep = real.sleep if isinstance(real, CPUClock) else time.sleep
+            ran = run_workload(workload, build_scheduler(config, capacity), executor, real, sleep=sleep)
             simulation = SimulatedExecutor(capacity, cost)
-            run = run_workload(workload, build_scheduler(config, capacity), simulation, clock, sleep=clock.advance)
-            simulated[name].append(request_metrics(run.requests, run.duration))
-            for key in ("output_throughput", "mean_e2el_ms", "p99_e2el_ms"):
-                took, said = measured[name][-1][key], simulated[name][-1][key]
-                print(f"  {name:<8} {key:<18} measured {took:8,.1f}, simulated {said:8,.1f}, {said / took - 1:+.1%}")
+            said = run_workload(workload, build_scheduler(config, capacity), simulation, clock, sleep=clock.advance)
+            results[name].append(
+                (request_metrics(ran.requests, ran.duration), request_metrics(said.requests, said.duration))
+            )
+            print_comparison(name, results[name][-1:])
     print("\nmedians over the repeats")
-    for name in scenarios:
-        for key in ("output_throughput", "mean_e2el_ms", "p99_e2el_ms"):
-            took = median(metrics[key] for metrics in measured[name])
-            said = median(metrics[key] for metrics in simulated[name])
-            print(f"  {name:<8} {key:<18} measured {took:8,.1f}, simulated {said:8,.1f}, {said / took - 1:+.1%}")
+    for name, pairs in results.items():
+        print_comparison(name, pairs)
+
+
+def engine_scenarios(vocab_size: int) -> dict[str, Workload]:
+    """None of them is of the calibration's shapes."""
+    options = ScenarioOptions(max_length=512, vocab_size=vocab_size, num_requests=80)
+    chat = draw_lengths("lognormal:100:0.8:400", "lognormal:40:0.7:150", 60, seed=11)
+    requests = make_requests(chat.pairs, vocab_size, np.random.default_rng(3))
+    return {"peak-50": build_scenario("peak-50", options), "chat-12": Workload("chat-12", "", requests, 12)}
+
+
+def print_comparison(name: str, pairs: Sequence[tuple[Metrics, Metrics]]) -> None:
+    for key in ("output_throughput", "mean_e2el_ms", "p99_e2el_ms"):
+        took, said = median(ran[key] for ran, _ in pairs), median(said[key] for _, said in pairs)
+        print(
+            f"  {name:<8} {key:<18} measured {took:9,.1f}, simulated {said:9,.1f}, {said / took - 1:+.1%}", flush=True
+        )
 
 
 def case_study(seconds: float) -> None:
@@ -256,6 +284,7 @@ def main() -> None:
     parser.add_argument("what", choices=("fit", "errors", "speed", "engine", "case-study"))
     parser.add_argument("trace", nargs="?", type=Path, help="for speed: Azure CSV or Mooncake JSONL")
     parser.add_argument("--repeats", type=int, default=5, help="for engine")
+    parser.add_argument("--cpu-time", action="store_true", help="for engine: one thread, counting CPU time")
     parser.add_argument("--seconds", type=float, default=600, help="for case-study")
     arguments = parser.parse_args()
     if arguments.what == "speed" and arguments.trace is None:
@@ -264,7 +293,7 @@ def main() -> None:
         "fit": fit,
         "errors": errors,
         "speed": lambda: speed(arguments.trace),
-        "engine": lambda: engine(arguments.repeats),
+        "engine": lambda: engine(arguments.repeats, arguments.cpu_time),
         "case-study": lambda: case_study(arguments.seconds),
     }
     commands[arguments.what]()

@@ -20,7 +20,7 @@ from chairlift.simulate.published import PUBLISHED, Published
 
 @pytest.mark.parametrize("published", PUBLISHED, ids=lambda published: published.name)
 def test_published_throughput_is_met_within_a_fifth(published: Published):
-    simulated = published.simulate(None if published.static else 1200)
+    simulated = published.simulate(None if published.static else 2000)
     assert simulated == pytest.approx(published.output_throughput, rel=0.20)
 
 
@@ -52,7 +52,7 @@ def test_an_engine_of_this_machine_is_calibrated(tmp_path):
     finally:
         executor.close()
     assert len(noted) == 3
-    assert cost.steps > 40
+    assert cost.steps > 30
     assert cost.dtype == "float32"
     assert cost.capacity["block_size"] == 16
     assert 0 < cost.seconds(StepWork(1, 1, 1, 20)) < cost.seconds(StepWork(64, 8, 8, 400, 2000)) < 10

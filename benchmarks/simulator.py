@@ -224,8 +224,8 @@ def engine(repeats: int, cpu_time: bool) -> None:
 
 def engine_scenarios(vocab_size: int) -> dict[str, Workload]:
     """None of them is of the calibration's shapes."""
-    options = ScenarioOptions(max_length=512, vocab_size=vocab_size, num_requests=80)
-    chat = draw_lengths("lognormal:100:0.8:400", "lognormal:40:0.7:150", 60, seed=11)
+    options = ScenarioOptions(max_length=512, vocab_size=vocab_size, num_requests=64)
+    chat = draw_lengths("lognormal:100:0.8:400", "lognormal:40:0.7:150", 36, seed=11)
     requests = make_requests(chat.pairs, vocab_size, np.random.default_rng(3))
     return {"peak-50": build_scenario("peak-50", options), "chat-12": Workload("chat-12", "", requests, 12)}
 

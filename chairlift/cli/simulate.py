@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from chairlift.measure.compare import Comparison
     from chairlift.measure.workload import Workload
     from chairlift.simulate.measured import MeasuredCost
-    from chairlift.simulate.search import Setting
+    from chairlift.simulate.search import Attainment, Setting
 
 CASE_STUDY = "case-study"
 DEFAULT_REQUESTS, SEARCHED_REQUESTS = 500, 1000
@@ -183,9 +184,8 @@ def _check_work(options: dict[str, Any]) -> None:
 
 
 def _read(model: str, options: dict[str, Any]) -> tuple[Setting, Workload]:
-    from chairlift.simulate.lengths import draw_lengths
     from chairlift.simulate.search import Setting
-    from chairlift.simulate.workloads import shares_prefixes, synthetic_workload, trace_workload
+    from chairlift.simulate.workloads import shares_prefixes
 
     if options["max_num_batched_tokens"] is None:
         options["max_num_batched_tokens"] = max(2048, options["max_num_seqs"])
@@ -195,39 +195,41 @@ def _read(model: str, options: dict[str, Any]) -> tuple[Setting, Workload]:
         raise ConfigError(
             f"this machine is not calibrated for {model}: run chairlift simulate {model} --calibrate first"
         )
-    longest = deployment.max_model_len
+    workload = _workload(deployment.max_model_len, options)
+    caching = options["prefix_caching"]
+    setting = Setting(
+        deployment=deployment,
+        cost=cost,
+        replicas=options["replicas"],
+        routing=options["routing"],
+        prefix_caching=shares_prefixes(workload) if caching is None else caching,
+        preemption_mode=options["preemption_mode"],
+        static_batch_timeout=options["static_batch_timeout"],
+    )
+    return setting, workload
+
+
+def _workload(longest: int, options: dict[str, Any]) -> Workload:
+    from chairlift.simulate.lengths import draw_lengths
+    from chairlift.simulate.workloads import synthetic_workload, trace_workload
+
+    count = options["num_requests"]
     if options["trace"] is not None:
         if options["input_len"] or options["output_len"]:
             raise click.UsageError("--trace has its own lengths; leave out --input-len and --output-len")
-        workload = trace_workload(
-            options["trace"], max_length=longest, time_scale=options["time_scale"], limit=options["num_requests"]
-        )
-    else:
-        count = options["num_requests"] or (SEARCHED_REQUESTS if options["find"] else DEFAULT_REQUESTS)
-        prompt, output = options["input_len"] or DEFAULT_INPUT, options["output_len"] or DEFAULT_OUTPUT
-        lengths = draw_lengths(prompt, output, count, options["seed"]).clip(longest)
-        rate = options["request_rate"]
-        if rate is None:
-            rate = 1.0 if options["find"] == "rate" else math.inf
-        workload = synthetic_workload(
-            lengths,
-            rate=rate,
-            burstiness=options["burstiness"],
-            clients=options["clients"],
-            seed=options["seed"],
-        )
-    caching = options["prefix_caching"]
-    return (
-        Setting(
-            deployment=deployment,
-            cost=cost,
-            replicas=options["replicas"],
-            routing=options["routing"],
-            prefix_caching=shares_prefixes(workload) if caching is None else caching,
-            preemption_mode=options["preemption_mode"],
-            static_batch_timeout=options["static_batch_timeout"],
-        ),
-        workload,
+        return trace_workload(options["trace"], max_length=longest, time_scale=options["time_scale"], limit=count)
+    if count is None:
+        count = SEARCHED_REQUESTS if options["find"] else DEFAULT_REQUESTS
+    prompt, output = options["input_len"] or DEFAULT_INPUT, options["output_len"] or DEFAULT_OUTPUT
+    rate = options["request_rate"]
+    if rate is None:
+        rate = 1.0 if options["find"] == "rate" else math.inf
+    return synthetic_workload(
+        draw_lengths(prompt, output, count, options["seed"]).clip(longest),
+        rate=rate,
+        burstiness=options["burstiness"],
+        clients=options["clients"],
+        seed=options["seed"],
     )
 
 
@@ -292,60 +294,18 @@ def _prices(comparison: Comparison) -> str:
 
 
 def _find(setting: Setting, workload: Workload, options: dict[str, Any], json_file: Path | None) -> None:
-    from chairlift.simulate.search import (
-        Attainment,
-        best_limits,
-        cost_per_million,
-        describe_limits,
-        fewest_replicas,
-        largest_rate,
-        outcome_metrics,
-    )
+    from chairlift.simulate.search import Attainment, cost_per_million
 
     def note(line: str) -> None:
         click.echo(f"  {line}", err=True)
 
-    found: dict[str, Any] = {
-        "schema": "chairlift.search/1",
-        "find": options["find"],
-        "objectives_ms": options["goodput"],
-    }
-    if options["find"] == "limits":
-        tried = best_limits(setting, workload, options["goodput"], note)
-        click.echo("best limits:\n  " + "\n  ".join(describe_limits(tried)))
-        best = replace(
-            setting.deployment,
-            max_num_seqs=tried[0].max_num_seqs,
-            max_num_batched_tokens=tried[0].max_num_batched_tokens,
-        )
-        setting = replace(setting, deployment=best)
-        found |= {
-            "max_num_seqs": best.max_num_seqs,
-            "max_num_batched_tokens": best.max_num_batched_tokens,
-            "metrics": tried[0].metrics,
-        }
+    slos, what = options["goodput"], options["find"]
+    if what == "limits":
+        setting, found = _find_limits(setting, workload, slos, note)
+    elif what == "rate":
+        found = _find_rate(setting, workload, Attainment(slos, options["attainment"]), note)
     else:
-        goal = Attainment(options["goodput"], options["attainment"])
-        share = f"{goal.share:.4g} of the requests meet {_objectives(options['goodput'])}"
-        if options["find"] == "rate":
-            rate = largest_rate(setting, workload, goal, note)
-            found["request_rate"] = rate
-            if rate is None:
-                raise ConfigError(f"at no rate do {share}: one request alone is too slow")
-            click.echo(f"largest rate: {rate:.3g} requests/s, up to which {share}")
-            from chairlift.simulate.fleet import with_rate
-
-            workload = with_rate(workload, rate)
-        else:
-            replicas = fewest_replicas(setting, workload, goal, note)
-            found["replicas"] = replicas
-            if replicas is None:
-                raise ConfigError(
-                    f"with no number of replicas do {share}: one request alone is too slow, or all at once"
-                )
-            click.echo(f"fewest replicas: {replicas}, with which {share}")
-            setting = replace(setting, replicas=replicas)
-        found["metrics"] = outcome_metrics(setting.run(workload), options["goodput"])
+        setting, found = _find_replicas(setting, workload, Attainment(slos, options["attainment"]), note)
     if options["price"] is not None:
         devices = setting.replicas * setting.deployment.tensor_parallel_size
         prices = cost_per_million(found["metrics"], options["price"], devices)
@@ -356,11 +316,57 @@ def _find(setting: Setting, workload: Workload, options: dict[str, Any], json_fi
             f"{prices['price_per_million_tokens']:.3f} for a million of all tokens"
         )
     if json_file is not None:
-        _write_json(json_file, found)
+        _write_json(json_file, {"schema": "chairlift.search/1", "find": what, "objectives_ms": slos, **found})
 
 
-def _objectives(slos: dict[str, float]) -> str:
-    return ", ".join(f"{name} ≤ {limit:g} ms" for name, limit in slos.items())
+def _find_limits(
+    setting: Setting, workload: Workload, slos: dict[str, float], note: Callable[[str], None]
+) -> tuple[Setting, dict[str, Any]]:
+    from chairlift.simulate.search import best_limits, describe_limits
+
+    tried = best_limits(setting, workload, slos, note)
+    click.echo("best limits:\n  " + "\n  ".join(describe_limits(tried)))
+    first = tried[0]
+    best = replace(
+        setting.deployment,
+        max_num_seqs=first.max_num_seqs,
+        max_num_batched_tokens=first.max_num_batched_tokens,
+    )
+    return replace(setting, deployment=best), {
+        "max_num_seqs": first.max_num_seqs,
+        "max_num_batched_tokens": first.max_num_batched_tokens,
+        "metrics": first.metrics,
+    }
+
+
+def _find_rate(setting: Setting, workload: Workload, goal: Attainment, note: Callable[[str], None]) -> dict[str, Any]:
+    from chairlift.simulate.fleet import with_rate
+    from chairlift.simulate.search import largest_rate, outcome_metrics
+
+    rate = largest_rate(setting, workload, goal, note)
+    if rate is None:
+        raise ConfigError(f"at no rate do {_goal(goal)}: one request alone is too slow")
+    click.echo(f"largest rate: {rate:.3g} requests/s, up to which {_goal(goal)}")
+    metrics = outcome_metrics(setting.run(with_rate(workload, rate)), goal.slos)
+    return {"request_rate": rate, "metrics": metrics}
+
+
+def _find_replicas(
+    setting: Setting, workload: Workload, goal: Attainment, note: Callable[[str], None]
+) -> tuple[Setting, dict[str, Any]]:
+    from chairlift.simulate.search import fewest_replicas, outcome_metrics
+
+    replicas = fewest_replicas(setting, workload, goal, note)
+    if replicas is None:
+        raise ConfigError(f"with no number of replicas do {_goal(goal)}: one request alone is too slow, or all at once")
+    click.echo(f"fewest replicas: {replicas}, with which {_goal(goal)}")
+    setting = replace(setting, replicas=replicas)
+    return setting, {"replicas": replicas, "metrics": outcome_metrics(setting.run(workload), goal.slos)}
+
+
+def _goal(goal: Attainment) -> str:
+    objectives = ", ".join(f"{name} ≤ {limit:g} ms" for name, limit in goal.slos.items())
+    return f"{goal.share:.4g} of the requests meet {objectives}"
 
 
 def _calibrate(model: str, options: dict[str, Any], save_cost: Path | None) -> None:

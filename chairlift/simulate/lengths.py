@@ -66,7 +66,7 @@ class Lengths:
         return held / sum(output for _, output in self.pairs)
 
     def clip(self, max_model_len: int) -> Lengths:
-        """The same with prompts scaled, and outputs cut, to what the model can hold, by the rule of ``compare``."""
+        """The same, with prompts and then outputs cut to what the model can hold."""
         if self.longest <= max_model_len:
             return self
         pairs = [

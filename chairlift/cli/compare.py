@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 
 from chairlift.cli.goodput import GoodputCommand, goodput_option
-from chairlift.cli.options import engine_config, engine_options
+from chairlift.cli.options import check_report, engine_config, engine_options
 from chairlift.config import ConfigError, EngineConfig
 from chairlift.measure.scenarios import SCENARIOS, WORKED_EXAMPLE_SLOTS
 
@@ -91,6 +91,7 @@ def compare(
     for file in (json_file, html_file):
         if file is not None and not file.absolute().parent.is_dir():
             raise click.UsageError(f"{file.absolute().parent}, where {file.name} is to be written, is no directory")
+    check_report(html_file)
     chosen = {
         name: options.pop(name) for name in ("time_scale", "num_requests", "scale_to", "request_rate", "burstiness")
     }

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from chairlift.config import ATTENTION_BACKENDS, BATCHING, DEVICES, DTYPES, EngineConfig
+from chairlift.config import ATTENTION_BACKENDS, BATCHING, DEVICES, DTYPES, ConfigError, EngineConfig
 from chairlift.scheduling.config import POLICIES, PREEMPTION_MODES, VICTIM_RULES
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -173,3 +175,15 @@ def engine_config(model: str | None, model_option: str | None, **options: Any) -
     if model and model_option and model != model_option:
         raise click.UsageError(f"the model is given twice: {model!r} and --model {model_option!r}; give it once")
     return EngineConfig(model=model or model_option or EngineConfig.model, **options)
+
+
+def check_report(html_file: Path | None) -> None:
+    """Finds out before the work begins whether its report can be drawn.
+
+    Raises:
+        ConfigError: it cannot; the message says what to install.
+    """
+    if html_file is not None and find_spec("matplotlib") is None:
+        raise ConfigError(
+            "--html draws its pictures with matplotlib, which is not installed; run: pip install 'chairlift[report]'"
+        )

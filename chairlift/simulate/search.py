@@ -11,7 +11,7 @@ from chairlift.measure.records import RequestRecord
 from chairlift.measure.workload import Workload
 from chairlift.simulate.cost import StepCost
 from chairlift.simulate.fleet import Fleet, Outcome, step_totals, with_rate
-from chairlift.simulate.setup import capacity, engine_config
+from chairlift.simulate.setup import capacity, check_fits, engine_config
 from chairlift.simulate.sizes import Deployment, SizingError
 
 MOST_REPLICAS = 256
@@ -153,9 +153,15 @@ def best_limits(
             if tokens < seqs:
                 continue
             changed = replace(setting.deployment, max_num_seqs=seqs, max_num_batched_tokens=tokens)
+            if changed.kv_tokens < changed.max_model_len:
+                note(f"{seqs} sequences, {tokens} tokens: its activations leave no room for a whole sequence")
+                continue
             outcome = replace(setting, deployment=changed).run(workload)
             tried.append(Limits(seqs, tokens, outcome_metrics(outcome, slos)))
             note(f"{seqs} sequences, {tokens} tokens: {tried[-1].metrics['output_throughput']:,.0f} output tokens/s")
+    if not tried:
+        check_fits(setting.deployment)
+        raise SizingError("no limits leave room for one sequence of --max-model-len; lower it, or use more memory")
     key = "request_goodput" if slos else "output_throughput"
     best = max(limits.metrics[key] for limits in tried)
     return sorted(

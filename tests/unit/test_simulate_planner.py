@@ -243,6 +243,18 @@ def test_the_best_limits_come_first():
     assert tried[-1].max_num_seqs == 8
 
 
+def test_limits_whose_activations_leave_no_room_are_passed_over():
+    noted = []
+    tight = deployment("llama-3-8b", "l4", max_model_len=2048, gpu_memory_utilization=0.74)
+    tried = best_limits(setting(tight), synthetic_workload(draw_lengths("50", "5", 8)), {}, noted.append)
+    kept = {limits.max_num_batched_tokens for limits in tried}
+    assert 256 in kept
+    assert 8192 not in kept
+    assert any("8192 tokens: its activations leave no room" in line for line in noted)
+    with pytest.raises(ConfigError, match="the weights do not fit"):
+        best_limits(setting(deployment("llama-2-70b")), synthetic_workload(draw_lengths("50", "5", 8)), {})
+
+
 def test_objectives_are_needed_and_checked():
     with pytest.raises(ConfigError, match="a search needs objectives"):
         Attainment({}, 0.99)

@@ -333,6 +333,14 @@ class TestFairness:
             partial = sum(chunk.sampling is None for chunk in plan.chunks)
             assert partial <= 1
 
+    def test_nor_with_a_threshold_that_cuts_those_that_would_fit_a_step(self):
+        driver = memory_driver(budget=64, long_prefill_token_threshold=8, max_num_partial_prefills=1)
+        driver.add(request("a", 100, 1), request("b", 50, 1), request("c", 5, 1))
+        while driver.scheduler.has_work:
+            plan = driver.step()
+            assert sum(chunk.sampling is None for chunk in plan.chunks) <= 1
+            assert plan.num_tokens == 64 or driver.scheduler.num_waiting == 0
+
     def test_the_threshold_caps_a_long_prompt(self):
         driver = memory_driver(budget=64, long_prefill_token_threshold=8, max_num_partial_prefills=4)
         driver.add(request("a", 30, 1), request("b", 50, 1), request("c", 48, 1))
@@ -353,6 +361,15 @@ class TestAdmissionReserve:
         assert without > 10
         assert with_reserve < without / 3
         assert len(driver.finished_in) == 40
+
+    def test_the_first_to_be_admitted_has_its_growth_reserved_too(self):
+        driver = memory_driver(num_blocks=11, caching=False, admission_reserve=True)
+        driver.scheduler._output_lengths.add(20)
+        driver.add(request("a", 4, 20), request("b", 4, 20))
+        driver.step()
+        assert driver.scheduler.num_running == 1, "two prompts of a block, and two answers of five, are twelve blocks"
+        driver.run()
+        assert sum(len(plan.preempted) for plan in driver.plans) == 0
 
     def test_somebody_always_runs(self):
         driver = memory_driver(num_blocks=8, caching=False, admission_reserve=True)

@@ -397,6 +397,8 @@ class TestAdmissionReserve:
         r = request("a", 4, 100)
         r.max_tokens = 104
         assert lengths.expected_rest(r) == 11
+        lengths.add(20)
+        assert lengths.expected_rest(r) == 16
 
 
 def test_a_failed_step_that_swapped_loses_nothing():

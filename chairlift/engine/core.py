@@ -12,7 +12,7 @@ from chairlift.engine.records import StepLog
 from chairlift.scheduling.plan import Preemption, SequenceDelta, StepPlan, StepRecord
 from chairlift.scheduling.request import Request
 from chairlift.scheduling.sampling_params import SamplingParams
-from chairlift.scheduling.scheduler import RequestRefusedError, Scheduler
+from chairlift.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class EngineCore:
                     cache_salt=command.cache_salt,
                 )
             )
-        except RequestRefusedError as refusal:
+        except ValueError as refusal:  # of whatever kind: a request that cannot be must not end all the others
             output.deltas.append(SequenceDelta(command.request_id, finish_reason="error", error=str(refusal)))
 
     def _abort(self, command: AbortRequest, output: StepOutput) -> None:

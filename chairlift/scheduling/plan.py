@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from chairlift.scheduling.sampling_params import SamplingParams
@@ -143,10 +143,12 @@ class StepResult:
     Attributes:
         token_ids: one sampled token for each chunk of the plan whose ``sampling`` is set, in plan order.
         elapsed: seconds that the step took inside the executor; a virtual clock moves by this much.
+        failed: why no token could be sampled, by id of the request; what stands in its place means nothing.
     """
 
     token_ids: Sequence[int]
     elapsed: float
+    failed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

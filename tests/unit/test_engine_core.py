@@ -51,3 +51,18 @@ def test_a_request_that_cannot_be_made_is_refused_and_the_others_go_on():
         [delta] = deltas[name]
         assert delta.finish_reason == "error"
         assert reason in str(delta.error)
+
+
+def test_a_request_that_the_model_cannot_go_on_with_ends_alone():
+    executor = CheckingExecutor(20, 4)
+    executor.poisoned = {"bad"}
+    deltas = run(
+        AddRequest("good", [1, 2, 3], PARAMS, 0.0),
+        AddRequest("bad", [4, 5], PARAMS, 0.0),
+        AddRequest("other", [6, 7], PARAMS, 0.0),
+        executor=executor,
+    )
+    [delta] = deltas["bad"]
+    assert (delta.finish_reason, delta.error, delta.token_ids) == ("error", "poisoned", ())
+    assert tokens(deltas["good"]) == continuation([1, 2, 3], 0, 5, ())
+    assert tokens(deltas["other"]) == continuation([6, 7], 0, 5, ())

@@ -50,7 +50,7 @@ class _Draft:
         self.num_partial += count < request.num_missing_tokens
 
     def spend_rest(self) -> None:
-        """Gives what is left of the budget to those that wanted more, in order. If any is left then, all have enough."""
+        """Gives what is left of the budget to those that wanted more, in order. If some is left, all have enough."""
         if not self.num_partial:
             return
         for request, count in self.counts.items():

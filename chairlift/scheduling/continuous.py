@@ -149,13 +149,16 @@ class ContinuousScheduler:
         this draft yet: nothing has to be given back.
         """
         prefilling = []
+        block_size = self.kv.block_size
         for request in list(self._running):
             if request.status is not Status.RUNNING:
                 continue  # gave way to one before it
             if not request.decoding:
                 prefilling.append(request)
-            elif self._make_room(request, draft):
-                draft.take(request, 1)
+            elif request.num_computed_tokens % block_size or self._make_room(request, draft):
+                # Most tokens go to a block that the one before them has reached: nothing to ask for.
+                draft.counts[request] = 1
+                draft.budget -= 1
         for request in prefilling:
             # It got all its blocks when it was admitted; it may have lost them to a decode since.
             if request.status is Status.RUNNING and draft.budget:

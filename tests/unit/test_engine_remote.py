@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 
 from chairlift.engine.remote import _Stream
 from chairlift.scheduling.plan import RequestTiming, SequenceDelta
+
+
+def test_a_delta_arrives_as_it_was_sent():
+    delta = SequenceDelta("a", (1, 2), "stop", 2, "no", RequestTiming(0.5, admitted=1.0, preemptions=3))
+    assert pickle.loads(pickle.dumps(delta)) == delta  # noqa: S301 - our own
 
 
 def test_a_slow_reader_gets_all_that_it_missed_in_one():

@@ -193,7 +193,7 @@ class SequenceDelta:
     timing: RequestTiming | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Each step sends one for every running request to another process; what dataclasses do takes three times as long.
+        # A step sends one for every running request to another process; what dataclasses do takes three times as long.
         fields = (self.request_id, self.token_ids, self.finish_reason, self.stop_reason, self.error, self.timing)
         return SequenceDelta, fields
 

@@ -11,7 +11,7 @@ from chairlift.scheduling.plan import RequestTiming, SequenceDelta
 
 def test_a_delta_arrives_as_it_was_sent():
     delta = SequenceDelta("a", (1, 2), "stop", 2, "no", RequestTiming(0.5, admitted=1.0, preemptions=3))
-    assert pickle.loads(pickle.dumps(delta)) == delta  # noqa: S301 - our own
+    assert pickle.loads(pickle.dumps(delta)) == delta
 
 
 def test_a_slow_reader_gets_all_that_it_missed_in_one():

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from chairlift.engine.clock import Clock
 from chairlift.engine.executor import Executor
 from chairlift.engine.records import StepLog
-from chairlift.scheduling.plan import Preemption, SequenceDelta, StepPlan, StepRecord
+from chairlift.scheduling.plan import Preemption, SequenceDelta, StepPlan, StepRecord, StepResult
 from chairlift.scheduling.request import Request
 from chairlift.scheduling.sampling_params import SamplingParams
-from chairlift.scheduling.scheduler import RequestRefusedError, Scheduler
+from chairlift.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +116,7 @@ class EngineCore:
         result = self.executor.execute(plan)
         self.clock.advance(result.elapsed)
         self.take_commands(output)
+        self._end_failed(result, output)
         committed = self.scheduler.commit(plan, result, self.clock.now())
         output.deltas.extend(committed)
         output.record = self._record(plan, started, result.elapsed, committed)
@@ -147,13 +148,21 @@ class EngineCore:
                     cache_salt=command.cache_salt,
                 )
             )
-        except RequestRefusedError as refusal:
+        except ValueError as refusal:  # of whatever kind: a request that cannot be must not end all the others
             output.deltas.append(SequenceDelta(command.request_id, finish_reason="error", error=str(refusal)))
 
     def _abort(self, command: AbortRequest, output: StepOutput) -> None:
         delta = self.scheduler.abort(command.request_id)
         if delta is not None:
             output.deltas.append(delta)
+
+    def _end_failed(self, result: StepResult, output: StepOutput) -> None:
+        """Ends those that the executor could not go on with, and nobody else."""
+        for request_id, reason in result.failed.items():
+            delta = self.scheduler.abort(request_id)
+            if delta is not None:  # else it was aborted while the step ran
+                logger.error("ended request %s: %s", request_id, reason)
+                output.deltas.append(replace(delta, finish_reason="error", error=reason))
 
     def _record(self, plan: StepPlan, started: float, elapsed: float, committed: Sequence[SequenceDelta]) -> StepRecord:
         return StepRecord(

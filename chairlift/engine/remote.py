@@ -37,7 +37,11 @@ class _Stream:
 
     def push(self, delta: SequenceDelta) -> None:
         if self._pending is not None:
-            delta = replace(delta, token_ids=(*self._pending.token_ids, *delta.token_ids))
+            delta = replace(
+                delta,
+                token_ids=(*self._pending.token_ids, *delta.token_ids),
+                timing=delta.timing or self._pending.timing,
+            )
         self._pending = delta
         self._arrived.set()
 

@@ -24,6 +24,7 @@ from chairlift.execution.memory import (
     shared_budget,
 )
 from chairlift.execution.runner import ModelRunner
+from chairlift.execution.sampler import NonFiniteLogitsError
 from chairlift.model.attention.base import AttentionBackend
 from chairlift.model.attention.select import select_backend
 from chairlift.model.config import read_config
@@ -93,7 +94,9 @@ class LocalExecutor:
         )
         self._runner: ModelRunner | None = _runner(model, attention, num_blocks, config.block_size, num_host_blocks)
         # Kernels compile when they first run: that is now, and not in somebody's first token.
-        self._runner.run(StepLimits(8, 2, min(8, max_model_len), config.block_size).largest_step())
+        _, failed = self._runner.run(StepLimits(8, 2, min(8, max_model_len), config.block_size).largest_step())
+        if failed:
+            raise NonFiniteLogitsError(range(len(failed)), f"the first step of {source.name}")
         recompute, swap = _measure_speeds(self._runner, limits) if num_host_blocks else (0.0, 0.0)
         self._capacity = Capacity(
             num_blocks=num_blocks,
@@ -121,15 +124,14 @@ class LocalExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         """Computes one step and returns the sampled tokens in plan order.
 
-        Raises:
-            NonFiniteLogitsError: the model computed nonsense for a request, which the message names.
+        A request for which the model computes nonsense is reported as failed, and costs the others nothing.
         """
         if self._runner is None:
             raise RuntimeError("the executor is closed")
         started = time.perf_counter()
         # Sampled tokens come back as numbers, so the device has finished when they are here.
-        tokens = self._runner.run(plan)
-        return StepResult(tokens, time.perf_counter() - started)
+        tokens, failed = self._runner.run(plan)
+        return StepResult(tokens, time.perf_counter() - started, failed)
 
     def close(self) -> None:
         """Frees the weights and the KV cache. Safe to call twice."""

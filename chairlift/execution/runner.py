@@ -35,27 +35,33 @@ class ModelRunner:
         self.device = device
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> list[int]:
-        """Computes a plan and returns its sampled tokens, in plan order.
+    def run(self, plan: StepPlan) -> tuple[list[int], dict[str, str]]:
+        """Computes a plan.
 
-        Raises:
-            NonFiniteLogitsError: the model computed nonsense for some request; the message names it.
+        Returns:
+            Its sampled tokens, in plan order, and by request id why the model's scores for it are nonsense, where they
+            are: the token in its place is then one of no meaning.
         """
         if plan.swap_out or plan.swap_in:
             self._swap(plan)
         if not plan.chunks:
-            return []
+            return [], {}
         batch = build_batch(plan, self.block_size, self.device)
         metadata = self.attention.prepare(batch.layout)
         hidden = self.model(batch.token_ids, batch.positions, self.kv.layers, self.attention, metadata)
         if not batch.sampled_ids:
-            return []
+            return [], {}
         logits = self.model.logits(hidden[batch.sampled_rows])
         try:
-            return sample(logits, batch.sampling, batch.sample_positions)
+            return sample(logits, batch.sampling, batch.sample_positions), {}
         except NonFiniteLogitsError as error:
-            requests = ", ".join(batch.sampled_ids[row] for row in error.rows)
-            raise NonFiniteLogitsError(error.rows, f"request {requests} in step {plan.step}") from None
+            # The others of the batch, whose rows are sound, lose nothing.
+            failed = {}
+            for row in error.rows:
+                of = f"request {batch.sampled_ids[row]} in step {plan.step}"
+                failed[batch.sampled_ids[row]] = str(NonFiniteLogitsError([row], of))
+                logits[row] = 0
+            return sample(logits, batch.sampling, batch.sample_positions), failed
 
     def _swap(self, plan: StepPlan) -> None:
         """Moves blocks before anything is written: a block that is swapped out may be somebody else's in this step."""

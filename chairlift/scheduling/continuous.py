@@ -34,6 +34,7 @@ class _Draft:
         self.budget = budget
         self.counts: dict[Request, int] = {}
         self.num_partial = 0  # prompts that this step leaves unfinished, as far as it is made
+        self.held_back = False  # whether somebody was not admitted because of those
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
         self.admitted: list[str] = []
@@ -49,13 +50,17 @@ class _Draft:
         self.num_partial += count < request.num_missing_tokens
 
     def spend_rest(self) -> None:
-        """Gives what is left of the budget to those that wanted more, in order."""
+        """Gives what is left of the budget to those that wanted more, in order. If some is left, all have enough."""
+        if not self.num_partial:
+            return
         for request, count in self.counts.items():
             if not self.budget:
                 return
             more = min(request.num_missing_tokens - count, self.budget)
             self.counts[request] = count + more
             self.budget -= more
+        if self.budget:
+            self.num_partial = 0
 
 
 class ContinuousScheduler:
@@ -128,6 +133,11 @@ class ContinuousScheduler:
         if not draft.preempted:
             self._admit_waiting(draft, now)
         draft.spend_rest()
+        # With a threshold the rest may have completed the prompts that held others back. Each turn but the last admits
+        # one of those.
+        while draft.held_back and draft.budget:
+            self._admit_waiting(draft, now)
+            draft.spend_rest()
         plan = self._write_plan(draft)
         self._num_planned += 1
         return plan
@@ -139,13 +149,16 @@ class ContinuousScheduler:
         this draft yet: nothing has to be given back.
         """
         prefilling = []
+        block_size = self.kv.block_size
         for request in list(self._running):
             if request.status is not Status.RUNNING:
                 continue  # gave way to one before it
             if not request.decoding:
                 prefilling.append(request)
-            elif self._make_room(request, draft):
-                draft.take(request, 1)
+            elif request.num_computed_tokens % block_size or self._make_room(request, draft):
+                # Most tokens go to a block that the one before them has reached: nothing to ask for.
+                draft.counts[request] = 1
+                draft.budget -= 1
         for request in prefilling:
             # It got all its blocks when it was admitted; it may have lost them to a decode since.
             if request.status is Status.RUNNING and draft.budget:
@@ -201,15 +214,22 @@ class ContinuousScheduler:
         Room for its next chunk would not be enough: it would be put aside half way, again and again. Those that were
         put aside have kept their rank, and so come before all that came later.
         """
-        reserve = self._expected_growth() if self.config.admission_reserve and self._waiting else 0
+        reserving = self.config.admission_reserve
+        reserve: int | None = None
         while self._waiting and draft.budget and len(self._running) < self.config.max_num_seqs:
             request = self._waiting.peek()
-            if draft.num_partial >= self.config.max_num_partial_prefills and request.num_missing_tokens > draft.budget:
+            at_once = min(draft.budget, self._most_prefill(request))
+            crowded = draft.num_partial >= self.config.max_num_partial_prefills
+            draft.held_back = crowded and request.num_missing_tokens > at_once
+            if draft.held_back:
                 return
-            spare = reserve + self._growth(request) if self.config.admission_reserve and self._running else 0
-            if not self._give_blocks(request, spare, draft):
+            growth = self._growth(request) if reserving else 0
+            if reserve is None:
+                reserve = self._expected_growth() if reserving else 0
+            # Whoever runs alone needs none: the whole pool is its own.
+            if not self._give_blocks(request, reserve + growth if self._running else 0, draft):
                 return
-            reserve = spare
+            reserve += growth
             self._waiting.pop()
             request.status = Status.RUNNING
             if request.timing.admitted is None:

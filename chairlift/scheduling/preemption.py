@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 
 from chairlift.scheduling.config import SchedulerConfig
 from chairlift.scheduling.kv.manager import KVManager
@@ -49,6 +50,7 @@ class OutputLengths:
     def __init__(self, sample_size: int = SAMPLE_SIZE) -> None:
         self._recent: deque[int] = deque()
         self._sorted: list[int] = []
+        self._sums: list[int] = []  # of the first of those; made anew when asked for: every request asks, in every step
         self._sample_size = sample_size
 
     def add(self, num_tokens: int) -> None:
@@ -57,6 +59,7 @@ class OutputLengths:
             del self._sorted[bisect_right(self._sorted, self._recent.popleft()) - 1]
         self._recent.append(num_tokens)
         insort(self._sorted, num_tokens)
+        self._sums.clear()
 
     def expected_rest(self, request: Request) -> int:
         """Tokens that ``request`` is expected to generate yet: the mean rest of those that got further than it has.
@@ -65,6 +68,9 @@ class OutputLengths:
         """
         generated = request.num_tokens - request.num_prompt_tokens
         most = request.max_tokens - request.num_tokens
-        longer = self._sorted[bisect_right(self._sorted, generated) :]
-        rest = sum(longer) // len(longer) - generated if longer else generated
+        if not self._sums:
+            self._sums = [0, *accumulate(self._sorted)]
+        shorter = bisect_right(self._sorted, generated)
+        longer = len(self._sorted) - shorter
+        rest = (self._sums[-1] - self._sums[shorter]) // longer - generated if longer else generated
         return min(most, max(1, rest))

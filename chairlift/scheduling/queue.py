@@ -35,7 +35,7 @@ class WaitingQueue:
 
     def peek(self) -> Request:
         """The next in line. The queue must not be empty."""
-        while self._heap[0][1].request_id not in self._waiting:
+        while self._waiting.get(self._heap[0][1].request_id) is not self._heap[0][1]:
             heapq.heappop(self._heap)
         return self._heap[0][1]
 
@@ -49,6 +49,6 @@ class WaitingQueue:
     def remove(self, request: Request) -> None:
         """Takes a request out of wherever it stands."""
         del self._waiting[request.request_id]
-        if len(self._heap) > 2 * len(self._waiting) + MOST_STALE:
+        if not self._waiting or len(self._heap) > 2 * len(self._waiting) + MOST_STALE:
             self._heap = [(waiting.rank, waiting) for waiting in self._waiting.values()]
             heapq.heapify(self._heap)

@@ -114,10 +114,14 @@ class Request:
     @property
     def decoding(self) -> bool:
         """Whether only the newest token is missing, and it was generated."""
-        return self.num_missing_tokens == 1 and len(self.token_ids) > self.num_prompt_tokens
+        num_tokens = len(self.token_ids)
+        return num_tokens - self.num_computed_tokens == 1 and num_tokens > self.num_prompt_tokens
 
     def count_rows(self, rows: RowCounts, start: int, count: int) -> None:
         """Adds the rows for positions ``start`` to ``start + count`` to ``rows``, each under its kind."""
+        if start >= self.num_once_computed and start >= self.num_prompt_tokens:
+            rows.decode += count
+            return
         again = max(0, min(start + count, self.num_once_computed) - start)
         prompt = max(0, min(start + count, self.num_prompt_tokens) - start - again)
         rows.recomputed += again
@@ -127,7 +131,8 @@ class Request:
     def mark_computed(self, num_tokens: int) -> None:
         """Notes that the keys and values of the first ``num_tokens`` tokens are in the cache."""
         self.num_computed_tokens = num_tokens
-        self.num_once_computed = max(self.num_once_computed, num_tokens)
+        if num_tokens > self.num_once_computed:
+            self.num_once_computed = num_tokens
 
     def append(self, token_id: int) -> bool:
         """Takes a sampled token and returns whether it is the last one, with ``status`` set to say why."""
@@ -136,7 +141,9 @@ class Request:
             self.status = Status.FINISHED_STOP
         elif len(self.token_ids) >= self.max_tokens:
             self.status = Status.FINISHED_LENGTH
-        return self.status.finished
+        else:
+            return False
+        return True
 
     def stop_reason(self) -> int | None:
         """The token that ended it, where the request itself named that token."""

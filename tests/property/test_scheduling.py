@@ -212,6 +212,9 @@ class ContinuousMachine(SchedulerMachine):
         preempted = {event.request_id for event in plan.preempted}
         assert decoding <= planned | preempted, "a decoding request was passed over"
         assert not (plan.preempted and plan.admitted), "admitted in a step in which memory ran out"
+        half_way = {chunk.request_id for chunk in plan.chunks if chunk.sampling is None}
+        if half_way & set(plan.admitted):
+            assert len(half_way) <= self.scheduler.config.max_num_partial_prefills
         assert not planned & preempted
         assert plan.rows.padding == plan.rows.ended == 0
         running = {r.request_id: r.rank for r in self.requests.values() if r.status is Status.RUNNING}

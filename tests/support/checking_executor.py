@@ -51,6 +51,7 @@ class CheckingExecutor:
         self._host = [[None] * block_size for _ in range(num_host_blocks)]
         self.plans: list[StepPlan] = []
         self.fail_next = False
+        self.poisoned: set[str] = set()  # requests for which nothing can be sampled
 
     def capacity(self) -> Capacity:
         return self._capacity
@@ -67,7 +68,8 @@ class CheckingExecutor:
         for chunk in plan.chunks:
             self._write(chunk)
         tokens = [self._sample(chunk) for chunk in plan.chunks if chunk.sampling is not None]
-        return StepResult(tokens, elapsed=0.01)
+        failed = {c.request_id: "poisoned" for c in plan.chunks if c.sampling and c.request_id in self.poisoned}
+        return StepResult(tokens, elapsed=0.01, failed=failed)
 
     def close(self) -> None:
         pass

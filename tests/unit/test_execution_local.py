@@ -16,7 +16,6 @@ from chairlift.config import ConfigError, EngineConfig
 from chairlift.engine.executor import Executor
 from chairlift.execution import local
 from chairlift.execution.local import LocalExecutor, resolve_device, resolve_dtype
-from chairlift.execution.sampler import NonFiniteLogitsError
 from chairlift.scheduling.plan import RowCounts, SequenceChunk, StepPlan
 from chairlift.scheduling.sampling_params import SamplingParams
 
@@ -164,14 +163,19 @@ def test_a_share_is_of_what_was_there_before_loading(model: Path, monkeypatch: p
         executor(model, gpu_memory_utilization=0.02)
 
 
-def test_nonsense_names_its_request(model: Path) -> None:
+def test_nonsense_names_its_request_and_costs_the_others_nothing(model: Path) -> None:
     tested = executor(model)
     assert tested._runner is not None
     tested._runner.model.embedding.data[77] = math.nan
-    chunks = [SequenceChunk("good", [1, 2], 0, [0], GREEDY), SequenceChunk("bad", [3, 77], 0, [1], GREEDY)]
-    with pytest.raises(NonFiniteLogitsError, match="of request bad in step 4 are not finite"):
-        tested.execute(StepPlan(4, chunks, RowCounts()))
-    assert len(tested.execute(StepPlan(5, chunks[:1], RowCounts())).token_ids) == 1
+    good = SequenceChunk("good", [1, 2], 0, [0], GREEDY)
+    other = SequenceChunk("other", [5, 6], 0, [2], SamplingParams(seed=1))
+    alone = [tested.execute(StepPlan(0, [chunk], RowCounts())) for chunk in (good, other)]
+    bad = SequenceChunk("bad", [3, 77], 0, [1], SamplingParams(seed=2))
+    result = tested.execute(StepPlan(4, [good, bad, other], RowCounts()))
+    assert [result.token_ids[0], result.token_ids[2]] == [r.token_ids[0] for r in alone]
+    assert list(result.failed) == ["bad"]
+    assert "of request bad in step 4 are not finite" in result.failed["bad"]
+    assert not alone[0].failed
 
 
 def test_a_step_without_chunks(model: Path) -> None:

@@ -12,6 +12,7 @@ from chairlift.engine.clock import VirtualClock
 from chairlift.engine.core import AddRequest, EngineCore
 from chairlift.scheduling.config import SchedulerConfig
 from chairlift.scheduling.continuous import ContinuousScheduler
+from chairlift.scheduling.kv.block_pool import BlockPool
 from chairlift.scheduling.kv.manager import KVManager
 from chairlift.scheduling.kv.prefix_cache import PrefixCache
 from chairlift.scheduling.plan import Preemption
@@ -174,6 +175,14 @@ class TestPrefixCache:
         assert_right_tokens(driver, early, late)
 
 
+def test_memory_already_touched_is_used_before_fresh_memory():
+    pool = BlockPool(8)
+    blocks = pool.allocate(3)
+    assert blocks is not None
+    pool.release(reversed(blocks))
+    assert pool.allocate(3) == blocks
+
+
 class TestSwap:
     def test_blocks_go_to_the_host_and_come_back(self):
         driver = memory_driver(num_blocks=6, host=6, caching=False, preemption_mode="swap")
@@ -236,8 +245,53 @@ class TestSwap:
         driver.run()
         assert set(driver.finished_in) == {"early"}
 
+    def test_coming_back_leaves_what_is_reserved_for_others(self):
+        kv = KVManager(8, 4, num_host_blocks=4)
+        r = request("a", 12, 8)
+        assert kv.admit(r) == 0
+        r.num_computed_tokens = 12
+        assert kv.swap_out(r) == [(0, 0), (1, 1), (2, 2)]
+        assert kv.swap_in(r, spare=6) is None
+        assert (kv.num_used_blocks, kv.num_used_host_blocks) == (0, 3)
+        assert kv.swap_in(r, spare=5) is not None
+        assert (kv.num_used_blocks, kv.num_used_host_blocks) == (3, 0)
+        kv.check_integrity()
+
+    def test_the_beginning_of_one_that_is_swapped_out_is_forgotten_last(self):
+        kv = KVManager(4, 4, num_host_blocks=4, prefix_cache=PrefixCache(4, 4, salt=b""))
+        r = request("a", 16, 8)
+        kv.admit(r)
+        r.num_computed_tokens = 16
+        kv.register(r, 0)
+        table = list(kv.table("a"))
+        kv.swap_out(r)
+        assert kv.pool.free_blocks() == table[::-1]
+
 
 class TestVictims:
+    def test_a_prompt_half_way_gives_way_and_gets_no_rows_in_that_step(self):
+        driver = memory_driver(num_blocks=11, budget=8, max_num_seqs=4, caching=False)
+        early, prompt = request("early", 4, 20), request("prompt", 36, 2)
+        driver.add(early)
+        driver.step()
+        driver.add(prompt)
+        while not any(plan.preempted for plan in driver.plans):
+            driver.step()
+        assert driver.plans[-1].preempted[0].request_id == "prompt"
+        assert prompt.num_computed_tokens == 0
+        assert driver.planned(driver.plans[-1]) == {"early": 1}
+        driver.run()
+        assert_right_tokens(driver, early, prompt)
+
+    def test_nobody_comes_back_in_a_step_in_which_another_gave_way(self):
+        """Though what the other leaves would be enough: the first in the queue has least computed."""
+        driver = memory_driver(num_blocks=9, caching=False, victim_rule="least-work", max_num_seqs=4)
+        driver.add(request("first", 4, 29), request("little", 1, 12), request("much", 16, 12))
+        driver.run()
+        steps = [plan for plan in driver.plans if plan.preempted]
+        assert {event.request_id for plan in steps for event in plan.preempted} >= {"little", "much"}
+        assert not any(plan.admitted for plan in steps)
+
     def drive_to_preemption(self, **config) -> str:
         """Three requests on a pool too small: the second has most computed, the third came last."""
         driver = memory_driver(num_blocks=11, caching=False, **config)
@@ -266,6 +320,22 @@ class TestVictims:
         driver.run()
         assert next(plan.preempted[0].request_id for plan in driver.plans if plan.preempted) == "short"
         assert_right_tokens(driver, *requests)
+
+    def test_least_work_takes_from_the_lowest_class_alone(self):
+        driver = memory_driver(num_blocks=8, caching=False, victim_rule="least-work", policy="priority")
+        driver.add(request("first", 4, 20), request("little", 4, 14), request("lowest", 12, 14, priority=1))
+        driver.run()
+        assert next(plan.preempted[0].request_id for plan in driver.plans if plan.preempted) == "lowest"
+
+    def test_being_admitted_again_is_not_being_admitted(self):
+        driver = memory_driver(num_blocks=6, caching=False)
+        late = request("late", 8, 8)
+        driver.add(request("early", 8, 12), late)
+        driver.run()
+        assert late.timing.preemptions == 1
+        assert late.timing.admitted == 0.0
+        with_timing = [delta for delta in driver.deltas if delta.request_id == "late" and delta.timing is not None]
+        assert [len(with_timing), with_timing[0] is driver.deltas[1]] == [2, True], "the first and the last"
 
     def test_each_preemption_is_logged_once_with_its_reason(self, caplog: pytest.LogCaptureFixture):
         params = SamplingParams(max_tokens=12, seed=0, ignore_eos=True)
@@ -333,6 +403,19 @@ class TestFairness:
             partial = sum(chunk.sampling is None for chunk in plan.chunks)
             assert partial <= 1
 
+    def test_a_prompt_that_the_step_just_completes_may_begin_beside_one_left_half_way(self):
+        driver = memory_driver(budget=32, max_num_partial_prefills=1)
+        driver.add(request("a", 100, 1), request("b", 16, 1))
+        assert driver.planned(driver.step()) == {"a": 16, "b": 16}
+
+    def test_nor_with_a_threshold_that_cuts_those_that_would_fit_a_step(self):
+        driver = memory_driver(budget=64, long_prefill_token_threshold=8, max_num_partial_prefills=1)
+        driver.add(request("a", 100, 1), request("b", 50, 1), request("c", 5, 1))
+        while driver.scheduler.has_work:
+            plan = driver.step()
+            assert sum(chunk.sampling is None for chunk in plan.chunks) <= 1
+            assert plan.num_tokens == 64 or driver.scheduler.num_waiting == 0
+
     def test_the_threshold_caps_a_long_prompt(self):
         driver = memory_driver(budget=64, long_prefill_token_threshold=8, max_num_partial_prefills=4)
         driver.add(request("a", 30, 1), request("b", 50, 1), request("c", 48, 1))
@@ -354,9 +437,20 @@ class TestAdmissionReserve:
         assert with_reserve < without / 3
         assert len(driver.finished_in) == 40
 
+    def test_the_first_to_be_admitted_has_its_growth_reserved_too(self):
+        driver = memory_driver(num_blocks=11, caching=False, admission_reserve=True)
+        driver.scheduler._output_lengths.add(20)
+        driver.add(request("a", 4, 20), request("b", 4, 20))
+        driver.step()
+        assert driver.scheduler.num_running == 1, "two prompts of a block, and two answers of five, are twelve blocks"
+        driver.run()
+        assert sum(len(plan.preempted) for plan in driver.plans) == 0
+
     def test_somebody_always_runs(self):
+        """Even if nobody could run were the last token's place reserved, which is never computed."""
         driver = memory_driver(num_blocks=8, caching=False, admission_reserve=True)
-        driver.add(*(request(f"r{i}", 4, 28) for i in range(5)))
+        driver.scheduler._output_lengths.add(1000)
+        driver.add(*(request(f"r{i}", 4, 29) for i in range(5)))
         driver.run()
         assert len(driver.finished_in) == 5
 
@@ -373,6 +467,14 @@ class TestAdmissionReserve:
         r.token_ids += [0] * 45
         assert lengths.expected_rest(r) == 5
 
+    def test_lengths_are_those_of_the_answers_alone(self):
+        driver = memory_driver(admission_reserve=True)
+        driver.add(request("a", 50, 7))
+        driver.run()
+        r = request("b", 4, 100)
+        r.max_tokens = 104
+        assert driver.scheduler._output_lengths.expected_rest(r) == 7
+
     def test_only_the_newest_lengths_count(self):
         lengths = OutputLengths(sample_size=2)
         for length in (1000, 10, 12):
@@ -380,6 +482,8 @@ class TestAdmissionReserve:
         r = request("a", 4, 100)
         r.max_tokens = 104
         assert lengths.expected_rest(r) == 11
+        lengths.add(20)
+        assert lengths.expected_rest(r) == 16
 
 
 def test_a_failed_step_that_swapped_loses_nothing():
@@ -396,4 +500,23 @@ def test_a_failed_step_that_swapped_loses_nothing():
     driver.scheduler.check_integrity()
     driver.run()
     assert driver.kv.num_used_host_blocks == 0
+    assert_right_tokens(driver, early, late)
+
+
+def test_a_failed_step_that_swapped_in_loses_nothing():
+    """The blocks on the device may hold anything, and those on the host are free for others."""
+    driver = memory_driver(num_blocks=6, host=6, caching=False, preemption_mode="swap")
+    early, late = request("early", 8, 12, seed=1), request("late", 8, 8, seed=2)
+    driver.add(early, late)
+    while not driver.scheduler.num_swapped:
+        driver.step()
+    plan = driver.scheduler.plan(driver.now)
+    while not plan.swap_in:
+        for delta in driver.scheduler.commit(plan, driver.executor.execute(plan), driver.now):
+            driver.tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+        plan = driver.scheduler.plan(driver.now)
+    driver.scheduler.check_integrity()
+    # It is never executed.
+    assert driver.planned(driver.step())["late"] == late.num_prompt_tokens + len(driver.tokens["late"]) - 1
+    driver.run()
     assert_right_tokens(driver, early, late)

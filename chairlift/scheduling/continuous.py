@@ -159,9 +159,8 @@ class ContinuousScheduler:
                 # Most tokens go to a block that the one before them has reached: nothing to ask for.
                 draft.counts[request] = 1
                 draft.budget -= 1
-        for request in prefilling:
-            # It got all its blocks when it was admitted; it may have lost them to a decode since.
-            if request.status is Status.RUNNING and draft.budget:
+        for request in prefilling:  # with all the blocks that they need, since they were admitted
+            if draft.budget:
                 draft.take(request, self._most_prefill(request))
 
     def _most_prefill(self, request: Request) -> int:

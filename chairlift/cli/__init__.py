@@ -11,6 +11,9 @@ from chairlift.cli.generate import generate
 from chairlift.cli.models import models
 from chairlift.cli.serve import serve
 from chairlift.config import ConfigError
+from chairlift.engine.client import EngineDeadError
+from chairlift.model.source import ModelError
+from chairlift.text.errors import PromptError, TokenizerError
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -27,6 +30,6 @@ def main() -> None:
     """Entry point of the ``chairlift`` command. What a user can mend is told in one line, without a traceback."""
     try:
         cli(prog_name="chairlift")
-    except (ConfigError, OSError) as error:
+    except (ConfigError, ModelError, TokenizerError, PromptError, EngineDeadError, OSError) as error:
         click.echo(f"chairlift: error: {error}", err=True)
         sys.exit(1)

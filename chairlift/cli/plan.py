@@ -15,6 +15,7 @@ from chairlift.config import ConfigError
 if TYPE_CHECKING:
     from chairlift.simulate.cost import StepCost
     from chairlift.simulate.lengths import Lengths
+    from chairlift.simulate.measured import MeasuredCost
     from chairlift.simulate.planner import Plan
     from chairlift.simulate.sizes import Deployment
 
@@ -186,11 +187,21 @@ def read_cost(deployment: Deployment, model: str, options: dict[str, Any]) -> St
     if options["cost_model"] is not None:
         if options["engine"] is not None:
             raise click.UsageError("--engine and --cost-model both say where step times come from; give one of them")
-        return load_cost(options["cost_model"])
+        return _matching(load_cost(options["cost_model"]), deployment)
     if deployment.hardware.name == THIS_MACHINE:
         path = calibration_path(model)
-        return load_cost(path) if path.is_file() else None
+        return _matching(load_cost(path), deployment) if path.is_file() else None
     return roofline(deployment, options["engine"] or engine_names()[0])
+
+
+def _matching(cost: MeasuredCost, deployment: Deployment) -> MeasuredCost:
+    """Refuses step times that were measured in another precision; a step log does not tell in which."""
+    if cost.dtype not in ("", deployment.precision.name):
+        raise ConfigError(
+            f"the step times are those of {cost.dtype}, and --dtype is {deployment.precision.name}; "
+            f"give --dtype {cost.dtype}"
+        )
+    return cost
 
 
 def read_lengths(options: dict[str, Any]) -> Lengths:

@@ -259,6 +259,7 @@ def _show(
         name=model,
     )
     console = Console()
+    console.print(_fleet(setting))
     console.print(comparison_table(comparison))
     console.print(_prices(comparison))
     if json_file is not None:
@@ -268,6 +269,14 @@ def _show(
         from chairlift.measure.report import html_report
 
         html_file.write_text(html_report(comparison), encoding="utf-8")
+
+
+def _fleet(setting: Setting) -> str:
+    deployment = setting.deployment
+    devices = f"{deployment.tensor_parallel_size} × {deployment.hardware.title}"
+    if setting.replicas == 1:
+        return f"simulated on {devices}"
+    return f"simulated on {setting.replicas} replicas of {devices}, behind {setting.routing} routing"
 
 
 def _prices(comparison: Comparison) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from gguf.quants import dequantize
 
-from chairlift.model.gguf_file import GGUFFile, open_gguf
+from chairlift.model.gguf_file import GGUFFile, end_token_ids, open_gguf
 from chairlift.model.source import ModelError, ModelSource
 
 # The architectures that can be run, each with the values that ``transformers`` takes where its config.json is silent.
@@ -186,7 +186,6 @@ def from_gguf(file: GGUFFile) -> ModelConfig:
     max_position = _count(values, "context_length")
     scaling = _rope_from_gguf(file, values, max_position)
     num_layers = _count(values, "block_count")
-    ends = [file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     return ModelConfig(
         architecture=GGUF_ARCHITECTURES[name],
         vocab_size=file.tensors["token_embd.weight"].shape[0],
@@ -207,7 +206,7 @@ def from_gguf(file: GGUFFile) -> ModelConfig:
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
         sliding_windows=(values.get("attention.sliding_window") or None,) * num_layers,
         bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
-        eos_token_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
+        eos_token_ids=end_token_ids(file.metadata),
     )
 
 

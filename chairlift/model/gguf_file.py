@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,11 @@ VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
+CONTROL_TOKEN = 3  # in tokenizer.ggml.token_type
+SENTENCEPIECE_EOS = 2
+END_TOKENS = frozenset(
+    {"<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<EOT>"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +77,8 @@ def open_gguf(path: Path) -> GGUFFile:
     Raises:
         ModelError: it is not a GGUF file of a known version, is cut short, or is one piece of several.
     """
-    with path.open("rb") as file:
-        if file.read(4) != MAGIC:
-            raise ModelError(f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()!r}")
-        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    cursor = _Cursor(content, len(MAGIC))
-    try:
-        version = cursor.scalar("I")
-        if version not in VERSIONS:
-            raise ModelError(f"{path} is GGUF version {version} (or big-endian); versions 2 and 3 can be read")
-        tensor_count, metadata_count = cursor.scalar("Q"), cursor.scalar("Q")
-        metadata = {cursor.string(): cursor.value(cursor.scalar("I")) for _ in range(metadata_count)}
+    with _damage_named(path):
+        cursor, tensor_count, metadata = _read_header(path)
         if metadata.get("split.count", 1) > 1:
             raise ModelError(
                 f"{path} is one of {metadata['split.count']} pieces of a model; join them with llama-gguf-split --merge"
@@ -88,12 +86,56 @@ def open_gguf(path: Path) -> GGUFFile:
         infos = [cursor.tensor_info() for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         start = -(-cursor.offset // alignment) * alignment
-        tensors = {name: _tensor(content, start + at, name, shape, kind) for name, shape, kind, at in infos}
-    except (struct.error, ValueError, TypeError, OverflowError, MemoryError) as error:
+        tensors = {name: _tensor(cursor.content, start + at, name, shape, kind) for name, shape, kind, at in infos}
+    return GGUFFile(path, metadata, tensors)
+
+
+def read_gguf_metadata(path: Path) -> dict[str, Any]:
+    """Reads the metadata alone, as plain Python values; arrays are lists.
+
+    Raises:
+        ModelError: it is not a GGUF file of a known version, or is cut short.
+    """
+    with _damage_named(path):
+        return _read_header(path)[2]
+
+
+def end_token_ids(metadata: dict[str, Any]) -> tuple[int, ...]:
+    """The tokens that end a sequence: the declared end of sequence first, then those of a turn or a message.
+
+    Many files declare one alone where their chat template uses another; control tokens that are known to end a text
+    in every model that has them count too.
+    """
+    tokens, types = metadata.get("tokenizer.ggml.tokens", ()), metadata.get("tokenizer.ggml.token_type", ())
+    default = {"eos": SENTENCEPIECE_EOS} if metadata.get("tokenizer.ggml.model") == "llama" else {}
+    ends = [metadata.get(f"tokenizer.ggml.{name}_token_id", default.get(name)) for name in ("eos", "eot", "eom")]
+    ends += [i for i, kind in enumerate(types) if kind == CONTROL_TOKEN and tokens[i] in END_TOKENS]
+    return tuple(dict.fromkeys(i for i in ends if i is not None))
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (struct.error, ValueError, TypeError, OverflowError, MemoryError, RecursionError) as error:
         if isinstance(error, ModelError):
             raise
         raise ModelError(f"{path} is cut short or damaged ({error}); fetch it again") from error
-    return GGUFFile(path, metadata, tensors)
+
+
+def _read_header(path: Path) -> tuple[_Cursor, int, dict[str, Any]]:
+    """A cursor behind the metadata, the number of tensors, and the metadata."""
+    with path.open("rb") as file:
+        if file.read(4) != MAGIC:
+            raise ModelError(f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()!r}")
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    cursor = _Cursor(content, len(MAGIC))
+    version = cursor.scalar("I")
+    if version not in VERSIONS:
+        raise ModelError(f"{path} is GGUF version {version} (or big-endian); versions 2 and 3 can be read")
+    tensor_count, metadata_count = cursor.scalar("Q"), cursor.scalar("Q")
+    metadata = {cursor.string(): cursor.value(cursor.scalar("I")) for _ in range(metadata_count)}
+    return cursor, tensor_count, metadata
 
 
 def _tensor(content: mmap.mmap, offset: int, name: str, shape: tuple[int, ...], kind: int) -> GGUFTensor:

@@ -44,8 +44,9 @@ WARM_UP = (2, 64, 8, 1)
 class StepTimer:
     """An executor that passes every step on to another and notes what it computes and when it begins."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, now: Callable[[], float] = time.perf_counter) -> None:
         self._executor = executor
+        self._now = now
         self.steps: list[tuple[StepWork, float]] = []  # and when each began
 
     def capacity(self) -> Capacity:
@@ -54,7 +55,7 @@ class StepTimer:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs the step inside, and notes it."""
-        began = time.perf_counter()
+        began = self._now()
         result = self._executor.execute(plan)
         self.steps.append((step_work(plan), began))
         return result
@@ -77,9 +78,10 @@ def calibrate(
     executor: Executor,
     config: EngineConfig,
     *,
-    rounds: Sequence[tuple[int, int, int, int]] = ROUNDS,
+    rounds: Sequence[tuple[int, int, int, int]] | None = None,
     repeats: int = 2,
     seed: int = 0,
+    now: Callable[[], float] = time.perf_counter,
     note: Callable[[str], None] = lambda _: None,
 ) -> MeasuredCost:
     """Runs short workloads of many shapes on an engine and fits a cost model to their steps.
@@ -87,16 +89,18 @@ def calibrate(
     Args:
         executor: with the model loaded; left open.
         config: what it was made with.
-        rounds: see :data:`ROUNDS`.
+        rounds: instead of :data:`ROUNDS`.
         repeats: how often all rounds are run.
         seed: of lengths and prompts.
+        now: tells the time; another one than the wall's can leave out what other programs do meanwhile.
         note: told what is running.
 
     Raises:
         CalibrationError: the model's length leaves too few shapes to run.
     """
+    rounds = ROUNDS if rounds is None else rounds
     capacity = executor.capacity()
-    timer = StepTimer(executor)
+    timer = StepTimer(executor, now)
     rng = np.random.default_rng(seed)
     _run_round(WARM_UP, config, timer, rng)
     timer.take()

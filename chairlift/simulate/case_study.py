@@ -83,10 +83,34 @@ class CaseSetting:
 
 SETTINGS: tuple[CaseSetting, ...] = (
     CaseSetting(
-        title="best fit",
+        title="most figures hold",
         engine="distserve",
-        prompt="lognormal:110:0.5:2048",
-        output="lognormal:80:1:1024",
+        prompt="lognormal:173:1.88:2900",
+        output="lognormal:81:0.45:662",
+        static_batch_size=22,
+        tokens="total_token_throughput",
+    ),
+    CaseSetting(
+        title="best with the step times of vLLM 0.2.3",
+        engine="vllm-0.2.3",
+        prompt="lognormal:194:1.31:2900",
+        output="lognormal:52:0.10:512",
+        static_batch_size=24,
+        tokens="total_token_throughput",
+    ),
+    CaseSetting(
+        title="best if only output tokens count",
+        engine="distserve",
+        prompt="lognormal:87:0.82:2900",
+        output="lognormal:120:0.31:349",
+        static_batch_size=16,
+        tokens="output_throughput",
+    ),
+    CaseSetting(
+        title="lengths of a real code-completion service (means of Azure's trace of 2023)",
+        engine="distserve",
+        prompt="lognormal:2100:0.9:3900",
+        output="lognormal:28:1.5:190",
         static_batch_size=8,
         tokens="total_token_throughput",
     ),

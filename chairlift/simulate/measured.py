@@ -20,6 +20,7 @@ from chairlift.model.source import cache_directory
 from chairlift.simulate.cost import StepWork
 
 FORMAT = "chairlift.cost/1"
+REWEIGHTINGS = 4
 KNOTS = (0, 1, 4, 16, 64, 256)
 TERMS = ("step", *(f"rows_from_{knot}" for knot in KNOTS), "sequences", "sampled", "context", "pairs")
 
@@ -107,11 +108,14 @@ def fit_cost(
     if len(steps) < len(TERMS):
         raise CalibrationError(f"{len(steps)} steps are too few to fit {len(TERMS)} coefficients to")
     seconds = np.array([time for _, time in steps])
-    features = np.array([_features(work) for work, _ in steps], float) / seconds[:, None]
-    # Columns of a common scale, or the solver would stop early on the smallest ones.
-    scale = np.maximum(np.linalg.norm(features, axis=0), 1e-30)
-    found = non_negative_least_squares(features / scale, np.ones(len(steps))) / scale
-    errors = features @ found - 1
+    features = np.array([_features(work) for work, _ in steps], float)
+    # Weighted by the measured times, noise would pull the fit below the mean, as slow steps would count for less than
+    # fast ones. So that is only the beginning, and the weights that follow are the fit's own.
+    expected = seconds
+    for _ in range(REWEIGHTINGS):
+        found = _weighted_fit(features, seconds, 1 / expected)
+        expected = features @ found
+    errors = expected / seconds - 1
     return MeasuredCost(
         coefficients=dict(zip(TERMS, (float(value) for value in found), strict=True)),
         model=model,
@@ -122,6 +126,14 @@ def fit_cost(
         mean_error=float(np.abs(errors).mean()),
         source=source,
     )
+
+
+def _weighted_fit(features: np.ndarray, seconds: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    weighted = features * weights[:, None]
+    # Columns of a common scale, or the solver would stop early on the smallest ones.
+    scale = np.maximum(np.linalg.norm(weighted, axis=0), 1e-30)
+    found: np.ndarray = non_negative_least_squares(weighted / scale, seconds * weights) / scale
+    return found
 
 
 def non_negative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -15,6 +15,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from chairlift.model.gguf_file import end_token_ids
 from chairlift.text.errors import TokenizerError
 
 SPACE_MARK = "\u2581"  # ▁, how SentencePiece writes a space
@@ -75,9 +76,6 @@ _ADD_BOS = _IGNORE_MERGES
 _NFC = frozenset({"qwen2"})
 
 # Control tokens that end a turn or a document. Files name only one of them as EOS, and older ones the wrong one.
-_END_TOKENS = frozenset(
-    {"<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<EOT>"}
-)
 
 
 def build_gguf_tokenizer(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
@@ -111,14 +109,8 @@ def build_gguf_tokenizer(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
 
 def gguf_special_ids(metadata: dict[str, Any]) -> tuple[int | None, tuple[int, ...]]:
     """The BOS token, if there is one, and the tokens that end a sequence, the declared EOS first."""
-    tokens: Sequence[str] = metadata["tokenizer.ggml.tokens"]
-    types: Sequence[int] = metadata.get("tokenizer.ggml.token_type") or ()
     sentencepiece = metadata["tokenizer.ggml.model"] == "llama"
-    bos = _token_id(metadata, "bos", 1 if sentencepiece else None)
-    ends = [_token_id(metadata, "eos", 2 if sentencepiece else None)]
-    ends += [_token_id(metadata, "eot", None), _token_id(metadata, "eom", None)]
-    ends += [i for i, kind in enumerate(types) if kind == TokenType.CONTROL and tokens[i] in _END_TOKENS]
-    return bos, tuple(dict.fromkeys(i for i in ends if i is not None))
+    return _token_id(metadata, "bos", 1 if sentencepiece else None), end_token_ids(metadata)
 
 
 def _token_id(metadata: dict[str, Any], name: str, default: int | None) -> int | None:

@@ -17,11 +17,11 @@ from typing import Any
 
 import tokenizers
 
+from chairlift.model.gguf_file import read_gguf_metadata
 from chairlift.model.source import ModelSource
 from chairlift.text.chat_template import ChatTemplate
 from chairlift.text.detokenizer import IncrementalDetokenizer
 from chairlift.text.errors import PromptError, TokenizerError
-from chairlift.text.gguf_metadata import read_gguf_metadata
 from chairlift.text.gguf_tokenizer import SPACE_MARK, add_bos_eos, build_gguf_tokenizer, gguf_special_ids
 
 

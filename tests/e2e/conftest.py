@@ -21,7 +21,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The tiny model in fp32, for tests that leave it as they found it."""
     log = tmp_path_factory.mktemp("log") / "steps.jsonl"
-    arguments = ("--dtype", "float32", "--served-model-name", "tiny", "--max-num-seqs", "64")
+    arguments = ("--dtype", "float32", "--num-threads", "1", "--served-model-name", "tiny", "--max-num-seqs", "64")
     with running_server(log, str(tiny_model), *arguments) as server:
         yield server
 

@@ -30,7 +30,7 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 
 def test_64_requests_at_once_of_mixed_length(tiny_model: Path, tmp_path: Path):
     """All answered as they would be alone; the short ones do not wait for the long ones; memory comes back."""
-    arguments = ("--dtype", "float32", "--served-model-name", "tiny", "--max-num-seqs", "64")
+    arguments = ("--dtype", "float32", "--num-threads", "1", "--served-model-name", "tiny", "--max-num-seqs", "64")
     with running_server(tmp_path / "steps.jsonl", str(tiny_model), *arguments) as server:
         work = [(prompt, LONG if i % 2 else SHORT) for i, prompt in enumerate(prompts(64))]
         ended: list[int] = []

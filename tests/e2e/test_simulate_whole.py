@@ -12,7 +12,7 @@ from chairlift.cli.simulate import simulate as simulate_command
 from chairlift.config import EngineConfig
 from chairlift.execution.local import LocalExecutor
 from chairlift.simulate.calibrate import calibrate
-from chairlift.simulate.case_study import CLIENTS, MORE_CLIENTS, REFERENCES, SETTINGS, run_setting
+from chairlift.simulate.case_study import REFERENCES, SETTINGS, run_setting
 from chairlift.simulate.cost import StepWork
 from chairlift.simulate.measured import load_cost
 from chairlift.simulate.published import PUBLISHED, Published
@@ -20,12 +20,12 @@ from chairlift.simulate.published import PUBLISHED, Published
 
 @pytest.mark.parametrize("published", PUBLISHED, ids=lambda published: published.name)
 def test_published_throughput_is_met_within_a_fifth(published: Published):
-    simulated = published.simulate(None if published.static else 1200)
+    simulated = published.simulate(None if published.static else 2000)
     assert simulated == pytest.approx(published.output_throughput, rel=0.20)
 
 
 def test_the_case_study_shows_which_figures_hold():
-    result = run_setting(SETTINGS[0], clients=(CLIENTS, MORE_CLIENTS), requests_per_client=4)
+    result = run_setting(SETTINGS[0])
     by_name = {(r.key, r.policy, r.clients): r for r in REFERENCES}
     for key in (("mean_e2el_ms", "static", 50), ("mean_e2el_ms", "continuous", 50), ("tokens", "continuous", 50)):
         assert result.holds(by_name[key], 0.25), key
@@ -52,7 +52,7 @@ def test_an_engine_of_this_machine_is_calibrated(tmp_path):
     finally:
         executor.close()
     assert len(noted) == 3
-    assert cost.steps > 40
+    assert cost.steps > 30
     assert cost.dtype == "float32"
     assert cost.capacity["block_size"] == 16
     assert 0 < cost.seconds(StepWork(1, 1, 1, 20)) < cost.seconds(StepWork(64, 8, 8, 400, 2000)) < 10

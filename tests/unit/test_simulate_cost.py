@@ -194,6 +194,14 @@ def test_a_fit_finds_the_law_that_the_steps_follow(tmp_path):
     assert load_cost(tmp_path / "deep" / "cost.json") == cost
 
 
+def test_a_fit_to_noisy_steps_is_not_faster_than_they_are_on_average():
+    rng = np.random.default_rng(3)
+    steps = [(work, seconds * rng.gamma(4.0, 1 / 4.0)) for work, seconds in synthetic_steps(4000)]
+    cost = fit_cost(steps, **ABOUT)
+    predicted = sum(cost.seconds(work) for work, _ in steps)
+    assert predicted == pytest.approx(sum(seconds for _, seconds in steps), rel=0.01)
+
+
 def test_too_few_steps_are_refused():
     with pytest.raises(ConfigError, match=f"5 steps are too few to fit {len(TERMS)}"):
         fit_cost(synthetic_steps(5), **ABOUT)

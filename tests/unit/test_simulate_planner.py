@@ -14,8 +14,9 @@ from chairlift.cli.simulate import simulate as simulate_command
 from chairlift.config import ConfigError
 from chairlift.measure.metrics import meets
 from chairlift.simulate.catalogue import HARDWARE, MODELS
-from chairlift.simulate.cost import roofline
+from chairlift.simulate.cost import StepWork, roofline
 from chairlift.simulate.lengths import draw_lengths
+from chairlift.simulate.measured import fit_cost
 from chairlift.simulate.planner import make_plan
 from chairlift.simulate.search import Attainment, Setting, best_limits, cost_per_million, fewest_replicas, largest_rate
 from chairlift.simulate.sizes import Deployment
@@ -282,6 +283,8 @@ def test_static_and_continuous_with_a_report(tmp_path):
     assert continuous["metrics"]["output_throughput"]["median"] > static["metrics"]["output_throughput"]["median"]
     assert len(continuous["repeats"][0]["requests"]) == 40
     assert "for a million output tokens" in result.stdout
+    said = " ".join(result.stdout.split())
+    assert "simulated on 2 replicas of 1 × NVIDIA A100 80 GB (SXM), behind least-load routing" in said
     assert "<html" in report.read_text()
 
 
@@ -352,6 +355,18 @@ def test_this_machine_needs_a_calibration(tmp_path, monkeypatch):
     result = CliRunner().invoke(plan_command, ["smollm2", "--hardware", "this", "--goodput", "tpot:50"])
     assert "this machine is not calibrated" in str(result.exception)
     assert CliRunner().invoke(plan_command, ["smollm2", "--hardware", "this"]).exit_code == 0
+
+
+def test_step_times_of_another_precision_are_refused(tmp_path):
+    steps = [(StepWork(n, n, n, 10 * n), 0.001 * n + 0.002) for n in range(1, 40)]
+    about = {"model": "m", "device": "cpu", "capacity": {}, "source": "a test"}
+    fit_cost(steps, dtype="float32", **about).save(tmp_path / "cost.json")
+    command = ["llama-3-8b", "--cost-model", str(tmp_path / "cost.json"), "--num-requests", "5", "--output-len", "5"]
+    result = run_simulate(*command)
+    assert "the step times are those of float32, and --dtype is bfloat16" in str(result.exception)
+    assert run_simulate(*command, "--dtype", "float32").exit_code == 0
+    fit_cost(steps, dtype="", **about).save(tmp_path / "cost.json")
+    assert run_simulate(*command).exit_code == 0
 
 
 def test_help_names_all_the_hardware():

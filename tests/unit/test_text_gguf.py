@@ -9,9 +9,9 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from chairlift.model.source import ModelSource
+from chairlift.model.gguf_file import read_gguf_metadata
+from chairlift.model.source import ModelError, ModelSource
 from chairlift.text.errors import TokenizerError
-from chairlift.text.gguf_metadata import read_gguf_metadata
 from chairlift.text.gguf_tokenizer import build_gguf_tokenizer
 from chairlift.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -99,16 +99,16 @@ def test_metadata_is_read_as_the_gguf_package_reads_it(tmp_path: Path) -> None:
 def test_a_file_that_is_not_gguf_is_refused(tmp_path: Path) -> None:
     for content in (b"", b"GG", b"PK\x03\x04 something else"):
         (tmp_path / "m.gguf").write_bytes(content)
-        with pytest.raises(TokenizerError, match="not a GGUF file"):
+        with pytest.raises(ModelError, match="not a GGUF file"):
             read_gguf_metadata(tmp_path / "m.gguf")
 
 
 def test_unknown_versions_and_byte_orders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 1, 0, 0))
-    with pytest.raises(TokenizerError, match="version 1"):
+    with pytest.raises(ModelError, match="version 1"):
         read_gguf_metadata(tmp_path / "m.gguf")
     (tmp_path / "m.gguf").write_bytes(b"GGUF" + struct.pack(">IQQ", 3, 0, 0))
-    with pytest.raises(TokenizerError, match="big-endian"):
+    with pytest.raises(ModelError, match="big-endian"):
         read_gguf_metadata(tmp_path / "m.gguf")
 
 
@@ -120,7 +120,7 @@ def test_a_header_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
     assert read_gguf_metadata(tmp_path / "cut.gguf") == metadata
     for length in range(4, end):
         (tmp_path / "cut.gguf").write_bytes(whole[:length])
-        with pytest.raises(TokenizerError, match="damaged"):
+        with pytest.raises(ModelError, match="damaged"):
             read_gguf_metadata(tmp_path / "cut.gguf")
 
 
@@ -129,7 +129,7 @@ def test_a_header_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
 def test_absurd_array_lengths_are_refused(tmp_path: Path, item_kind: int, length: int) -> None:
     head = struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"k"
     (tmp_path / "m.gguf").write_bytes(b"GGUF" + head + struct.pack("<IIQ", 9, item_kind, length))
-    with pytest.raises(TokenizerError, match="damaged"):
+    with pytest.raises(ModelError, match="damaged"):
         read_gguf_metadata(tmp_path / "m.gguf")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,8 +13,11 @@ from chairlift.cli import main
 from chairlift.config import ConfigError, EngineConfig
 from chairlift.engine.build import build_core
 from chairlift.engine.client import EngineDeadError
+from chairlift.engine.executor import Capacity
+from chairlift.engine.llm import LLM
 from chairlift.engine.remote import RemoteEngine
 from chairlift.model.source import ModelSource
+from chairlift.text.errors import PromptError
 
 
 def run(*arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
@@ -64,6 +69,31 @@ def test_an_engine_that_dies_while_loading(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr("chairlift.model.source.resolve", lambda *_: ModelSource("m", "gguf", Path("m")))
     monkeypatch.setattr("chairlift.text.tokenizer.load_tokenizer", lambda _: None)
     assert run("serve", "--port", "0", monkeypatch=monkeypatch, capsys=capsys) == "chairlift: error: out of luck"
+
+
+@pytest.fixture
+def llm() -> LLM:
+    """One that can check prompts, and do nothing else."""
+    capacity = Capacity(num_blocks=1, block_size=16, max_model_len=16, vocab_size=300)
+    llm = LLM.__new__(LLM)
+    llm.tokenizer = SimpleNamespace(encode=lambda text: list(text.encode()))  # type: ignore[assignment]
+    llm.core = SimpleNamespace(executor=SimpleNamespace(capacity=lambda: capacity), close=lambda: None)  # type: ignore[assignment]
+    return llm
+
+
+@pytest.mark.parametrize(("prompt", "said"), [("", "prompt 0 is empty"), ("a" * 16, "prompt 0 has 16 tokens")])
+def test_prompts_that_cannot_be_completed(
+    llm: LLM, prompt: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(LLM, "from_config", lambda _: llm)
+    line = run("generate", "--no-chat", prompt, monkeypatch=monkeypatch, capsys=capsys)
+    assert line.startswith(f"chairlift: error: {said}")
+
+
+@pytest.mark.parametrize("token", [-1, 300, 1.5, "a"])
+def test_what_is_no_token_id(llm: LLM, token: Any) -> None:
+    with pytest.raises(PromptError, match="prompt 0 holds token ids outside of"):
+        llm.generate([[1, token]])
 
 
 def test_a_step_log_that_cannot_be_written_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:

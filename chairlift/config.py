@@ -15,6 +15,11 @@ DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "reference", "cpu")
 BATCHING = ("continuous", "static")
 GIB = 1024**3
+# Beyond these lies what tensors, threads and timers cannot do.
+MAX_COUNT = 2**31 - 1
+MAX_BYTES = 2**60
+MAX_THREADS = 1024
+MAX_SECONDS = 86_400
 
 
 class ConfigError(ValueError):
@@ -87,29 +92,35 @@ class EngineConfig:
         _one_of("--dtype", self.dtype, DTYPES)
         _one_of("--device", self.device, DEVICES)
         _one_of("--attention-backend", self.attention_backend, ATTENTION_BACKENDS)
-        _positive("--max-model-len", self.max_model_len)
-        _positive("--max-num-seqs", self.max_num_seqs)
-        _positive("--max-num-batched-tokens", self.max_num_batched_tokens)
-        _positive("--kv-cache-memory-bytes", self.kv_cache_memory_bytes)
-        _positive("--num-threads", self.num_threads)
-        _positive("--step-timeout", self.step_timeout)
+        _count("--max-model-len", self.max_model_len)
+        _count("--max-num-seqs", self.max_num_seqs)
+        _count("--max-num-batched-tokens", self.max_num_batched_tokens)
+        _count("--kv-cache-memory-bytes", self.kv_cache_memory_bytes, most=MAX_BYTES)
+        _count("--num-threads", self.num_threads, most=MAX_THREADS)
+        _count("--block-size", self.block_size)
+        if not 0 < self.step_timeout <= MAX_SECONDS:
+            raise ConfigError(
+                f"--step-timeout must be above 0 and at most {MAX_SECONDS} seconds, got {self.step_timeout}"
+            )
         if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}")
-        if self.block_size < 1 or self.block_size & (self.block_size - 1):
+        if self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size must be a power of two, got {self.block_size}")
-        if self.swap_space < 0:
-            raise ConfigError(f"--swap-space must be at least 0 GiB, got {self.swap_space}")
+        if not 0 <= self.swap_space <= MAX_BYTES / GIB:
+            raise ConfigError(f"--swap-space must be from 0 to {MAX_BYTES // GIB} GiB, got {self.swap_space}")
         _one_of("--batching", self.batching, BATCHING)
         _one_of("--scheduling-policy", self.scheduling_policy, POLICIES)
         _one_of("--preemption-mode", self.preemption_mode, PREEMPTION_MODES)
         _one_of("--preemption-victim", self.preemption_victim, VICTIM_RULES)
-        _positive("--max-num-partial-prefills", self.max_num_partial_prefills)
-        _positive("--long-prefill-token-threshold", self.long_prefill_token_threshold)
+        _count("--max-num-partial-prefills", self.max_num_partial_prefills)
+        _count("--long-prefill-token-threshold", self.long_prefill_token_threshold)
         if self.preemption_mode == "swap" and not self.swap_space:
             raise ConfigError("--preemption-mode swap needs room on the host: set --swap-space to some GiB")
-        _positive("--static-batch-size", self.static_batch_size)
-        if self.static_batch_timeout < 0:
-            raise ConfigError(f"--static-batch-timeout must be at least 0 seconds, got {self.static_batch_timeout}")
+        _count("--static-batch-size", self.static_batch_size)
+        if not 0 <= self.static_batch_timeout <= MAX_SECONDS:
+            raise ConfigError(
+                f"--static-batch-timeout must be from 0 to {MAX_SECONDS} seconds, got {self.static_batch_timeout}"
+            )
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least --max-num-seqs "
@@ -134,6 +145,6 @@ def _one_of(flag: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{flag} must be one of {', '.join(choices)}; got {value!r}")
 
 
-def _positive(flag: str, value: float | None) -> None:
-    if value is not None and value <= 0:
-        raise ConfigError(f"{flag} must be above 0, got {value}")
+def _count(flag: str, value: int | None, most: int = MAX_COUNT) -> None:
+    if value is not None and not (isinstance(value, int) and 1 <= value <= most):
+        raise ConfigError(f"{flag} must be a whole number from 1 to {most}, got {value}")

@@ -9,13 +9,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from chairlift.api.body import read_json
-from chairlift.api.generation import Frontend, engine_errors, usage
+from chairlift.api.generation import TEXT_OVERHEAD, Frontend, engine_errors, usage
 from chairlift.api.schema import ChatBody, MessageBody, parse
 from chairlift.api.stream import DONE, GOES_ON, Answer, EventStream, encode_json, ending_of, unless_disconnected
 from chairlift.text.output import OutputStream
-
-MESSAGE_CHARACTERS = 64
-"""How much text takes a template as long as a message without any."""
 
 
 async def create_chat_completion(frontend: Frontend, request: Request) -> Response:
@@ -44,9 +41,10 @@ async def _token_ids(frontend: Frontend, body: ChatBody) -> list[int]:
             messages, add_generation_prompt=generation_prompt, **(body.chat_template_kwargs or {})
         )
 
-    characters = sum(MESSAGE_CHARACTERS + len(message["content"]) for message in messages)
+    characters = sum(TEXT_OVERHEAD + len(message["content"]) for message in messages)
     text = await frontend.text_work(render, characters, "messages")
-    return await frontend.encode(text, "messages", add_special_tokens=False)
+    [token_ids] = await frontend.encode([text], "messages", add_special_tokens=False)
+    return token_ids
 
 
 def _message(message: MessageBody) -> dict[str, str]:

@@ -24,7 +24,8 @@ async def create_completion(frontend: Frontend, request: Request) -> Response:
     """
     body = parse(CompletionBody, await read_json(request, frontend.max_body_bytes))
     frontend.check_model(body.model)
-    prompts = [await _token_ids(frontend, prompt, body) for prompt in body.prompt]
+    frontend.check_choices(len(body.prompt), body, "prompt")
+    prompts = await _token_ids(frontend, body)
     max_tokens = body.requested_max_tokens or COMPLETION_MAX_TOKENS
     outputs = frontend.outputs(prompts, body, max_tokens=max_tokens, param="prompt")
     answer = Answer("cmpl", body.model)
@@ -33,11 +34,11 @@ async def create_completion(frontend: Frontend, request: Request) -> Response:
     return JSONResponse(await unless_disconnected(request.receive, _whole(outputs, prompts, answer)))
 
 
-async def _token_ids(frontend: Frontend, prompt: str | list[int], body: CompletionBody) -> list[int]:
-    if not isinstance(prompt, str):
-        return prompt
-    add_special_tokens = body.add_special_tokens is not False
-    return await frontend.encode(prompt, "prompt", add_special_tokens=add_special_tokens)
+async def _token_ids(frontend: Frontend, body: CompletionBody) -> list[list[int]]:
+    texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
+    if not texts:
+        return [prompt for prompt in body.prompt if not isinstance(prompt, str)]
+    return await frontend.encode(texts, "prompt", add_special_tokens=body.add_special_tokens is not False)
 
 
 async def _whole(outputs: OutputStream, prompts: Sequence[Sequence[int]], answer: Answer) -> dict[str, Any]:

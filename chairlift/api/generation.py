@@ -21,6 +21,8 @@ MAX_SEQUENCES = 2048
 INLINE_CHARACTERS = 8192
 """Longer texts are tokenized in a thread, which the tokenizer lets others run beside: at some hundred nanoseconds a
 character, a prompt of megabytes would else stop every stream for a while."""
+TEXT_OVERHEAD = 64
+"""How much text takes a tokenizer, or a chat template, as long as a text or a message without any."""
 
 T = TypeVar("T")
 
@@ -53,14 +55,26 @@ class Frontend:
                 code="model_not_found",
             )
 
-    async def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
-        """Returns the token ids of a text from the field ``param``.
+    def check_choices(self, num_prompts: int, body: GenerationBody, param: str) -> None:
+        """Raises a 400 :class:`APIError` if so many prompts, from the field ``param``, make too many choices."""
+        n = body.n or 1
+        if num_prompts * n > MAX_SEQUENCES:
+            raise bad_request(
+                f"{num_prompts} prompts with n = {n} make {num_prompts * n} choices, and the limit is {MAX_SEQUENCES}; "
+                "send fewer at once",
+                param,
+            )
+
+    async def encode(self, texts: Sequence[str], param: str, *, add_special_tokens: bool) -> list[list[int]]:
+        """Returns the token ids of each text, all from the field ``param``.
 
         Raises:
-            APIError: 400, the text cannot become tokens.
+            APIError: 400, a text cannot become tokens.
         """
         return await self.text_work(
-            lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens), len(text), param
+            lambda: [self.tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts],
+            sum(TEXT_OVERHEAD + len(text) for text in texts),
+            param,
         )
 
     async def text_work(self, work: Callable[[], T], characters: int, param: str) -> T:
@@ -85,12 +99,6 @@ class Frontend:
             APIError: 400, the request cannot be run. The message has the arithmetic.
         """
         params = body.sampling_params(max_tokens=max_tokens)
-        if len(prompts) * params.n > MAX_SEQUENCES:
-            raise bad_request(
-                f"{len(prompts)} prompts with n = {params.n} make {len(prompts) * params.n} choices, and the limit is "
-                f"{MAX_SEQUENCES}; send fewer at once",
-                param,
-            )
         for prompt in prompts:
             self._check_prompt(prompt, body.requested_max_tokens, param)
         self._check_tokens(params.stop_token_ids, "stop_token_ids")
@@ -109,10 +117,11 @@ class Frontend:
         self._check_tokens(prompt, param)
         limit = self.engine.capacity.max_model_len
         if len(prompt) + (max_tokens or 1) > limit:
-            wanted = f"max_tokens = {max_tokens}" if max_tokens else "at least 1 token to generate"
+            wanted = f"max_tokens = {shown(max_tokens)}" if max_tokens else "at least 1 token to generate"
             raise bad_request(
                 f"the model's limit is {limit} tokens, and the prompt's {len(prompt)} and {wanted} make "
-                f"{len(prompt) + (max_tokens or 1)}; shorten the prompt{' or lower max_tokens' if max_tokens else ''}",
+                f"{shown(len(prompt) + (max_tokens or 1))}; shorten the prompt"
+                f"{' or lower max_tokens' if max_tokens else ''}",
                 param,
                 code="context_length_exceeded",
             )

@@ -31,6 +31,7 @@ from chairlift.scheduling.sampling_params import SEED_BITS, SamplingParams
 
 MAX_N = 128
 MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKENS = 256
 COMPLETION_MAX_TOKENS = 16
 TEMPLATE_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_prompt"})
@@ -55,11 +56,15 @@ class Body(BaseModel):
         if not isinstance(data, dict):
             return data
         kept = {}
+        known = True
         for name, value in data.items():
             if name in cls.unsupported:
                 if value is not None and value not in cls.unsupported[name]:
                     raise PydanticCustomError("unsupported", "is not supported yet; leave it out", {"field": name})
-            elif name not in cls.ignored:
+            elif name in cls.model_fields:
+                kept[name] = value
+            elif name not in cls.ignored and known:  # one is enough to refuse the body, and there may be many
+                known = False
                 kept[name] = value
         return kept
 
@@ -68,9 +73,9 @@ def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-NonEmptyString = Annotated[str, Field(min_length=1)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 StopStrings = Annotated[
-    list[NonEmptyString],
+    list[StopString],
     Field(max_length=MAX_STOPS, fail_fast=True),
     BeforeValidator(_as_list, json_schema_input_type=str | list[str]),
 ]
@@ -123,7 +128,6 @@ class GenerationBody(Body):
         "include_stop_str_in_output": (False,),
         "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,),
-        "cache_salt": (),
         "structured_outputs": (),
         "response_format": ({"type": "text"},),
         "store": (False,),
@@ -221,7 +225,12 @@ class MessageBody(Body):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: (
-        Annotated[list[TextPart], BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart])] | None
+        Annotated[
+            list[TextPart],
+            Field(fail_fast=True),
+            BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart]),
+        ]
+        | None
     ) = Field(None, description="The text, whole or in parts.")
     tool_call_id: str | None = Field(None, description="For the role tool: the call that this answers.")
 
@@ -258,7 +267,7 @@ class ChatBody(GenerationBody):
     }
     ignored = GenerationBody.ignored | {"parallel_tool_calls"}
 
-    messages: list[MessageBody] = Field(min_length=1, description="The conversation so far.")
+    messages: list[MessageBody] = Field(min_length=1, fail_fast=True, description="The conversation so far.")
     max_completion_tokens: int | None = Field(
         None, ge=1, description="The newer name of max_tokens, which it overrides. Default: up to the model's length."
     )

@@ -12,8 +12,11 @@ from typing import Any, TypeVar
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 BACKLOG = 2048
+MAX_HEAD_BYTES = 64 * 1024
+"""Most that a request may have before its body, give or take one read of the socket."""
 KEEP_ALIVE_SECONDS = 75
 """Longer than the usual idle limit of clients and proxies, so that it is they who close idle connections: a server
 that closes first does so, now and then, just as a request arrives."""
@@ -86,6 +89,8 @@ async def serve(
 ) -> None:
     """Serves ``app`` until SIGINT, SIGTERM or cancellation, then lets open responses end, and returns.
 
+    A second signal cuts them off.
+
     The engine is not closed: whoever made it does that next, when no request can reach it any more.
 
     Args:
@@ -97,7 +102,7 @@ async def serve(
     """
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=_Protocol,
         ws="none",
         lifespan="off",
         log_level="info" if access_log else "warning",
@@ -117,6 +122,31 @@ async def serve(
         raise
 
 
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's protocol, with an end to the request line and headers, of which its parser would keep any amount."""
+
+    _in_head = False
+    _head_bytes = 0
+    _read_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        self._read_bytes = len(data)
+        super().data_received(data)
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.send_400_response(f"The request line and headers are larger than {MAX_HEAD_BYTES} bytes.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+        self._head_bytes = -self._read_bytes  # what is read now may be mostly the end of an earlier body
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+
+
 class _Server(uvicorn.Server):
     """uvicorn's server, which says when it is ready, and returns to its caller after a signal.
 
@@ -131,6 +161,11 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         self._on_ready()
 
+    def _on_signal(self) -> None:
+        """The first signal lets open responses end; a second one, whichever it is, cuts them off."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():
@@ -138,7 +173,7 @@ class _Server(uvicorn.Server):
             return
         loop = asyncio.get_running_loop()
         for signum in SIGNALS:
-            loop.add_signal_handler(signum, self.handle_exit, signum, None)
+            loop.add_signal_handler(signum, self._on_signal)
         try:
             yield
         finally:

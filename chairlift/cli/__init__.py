@@ -9,6 +9,9 @@ import click
 
 from chairlift import __version__
 from chairlift.config import ConfigError
+from chairlift.engine.client import EngineDeadError
+from chairlift.model.source import ModelError
+from chairlift.text.errors import PromptError, TokenizerError
 
 # Here and not only in the commands' own files: a list of commands should not cost the libraries of all of them.
 COMMANDS = {
@@ -49,6 +52,6 @@ def main() -> None:
     """Entry point of the ``chairlift`` command. What a user can mend is told in one line, without a traceback."""
     try:
         cli(prog_name="chairlift")
-    except (ConfigError, OSError) as error:
+    except (ConfigError, ModelError, TokenizerError, PromptError, EngineDeadError, OSError) as error:
         click.echo(f"chairlift: error: {error}", err=True)
         sys.exit(1)

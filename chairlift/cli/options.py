@@ -153,6 +153,14 @@ _ENGINE_OPTIONS = (
         "--step-log", type=click.Path(dir_okay=False), metavar="FILE", help="Write a line of JSON for each step."
     ),
     click.option(
+        "--step-timeout",
+        type=float,
+        default=60.0,
+        show_default=True,
+        metavar="S",
+        help="Seconds without a finished step, while there is work, after which /health answers 503.",
+    ),
+    click.option(
         "--seed", type=int, metavar="N", help="Of the seeds drawn for requests that have none.  [default: random]"
     ),
 )

@@ -44,22 +44,22 @@ def serve(
     from chairlift.model.source import resolve
     from chairlift.text.tokenizer import load_tokenizer
 
-    sock = bind(host, port)  # first: an address in use should not cost the time to load a model
-    source = resolve(config.model, config.revision)
-    tokenizer = load_tokenizer(source)
-    engine = RemoteEngine.start(config)
-    click.echo(describe(config, engine.capacity))
+    with bind(host, port) as sock:  # first: an address in use should not cost the time to load a model
+        source = resolve(config.model, config.revision)
+        tokenizer = load_tokenizer(source)
+        engine = RemoteEngine.start(config)
+        click.echo(describe(config, engine.capacity))
 
-    async def main() -> None:
-        app = create_app(engine, tokenizer, served_model_names=names)
-        try:
-            await serve_app(
-                app, sock, on_ready=lambda url: click.echo(invitation(url, names[0])), access_log=access_log
-            )
-        finally:
-            await engine.close()
+        async def main() -> None:
+            app = create_app(engine, tokenizer, served_model_names=names)
+            try:
+                await serve_app(
+                    app, sock, on_ready=lambda url: click.echo(invitation(url, names[0])), access_log=access_log
+                )
+            finally:
+                await engine.close()
 
-    run(main())
+        run(main())
 
 
 def describe(config: EngineConfig, capacity: Capacity) -> str:

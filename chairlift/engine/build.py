@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from chairlift.config import EngineConfig
+from chairlift.config import ConfigError, EngineConfig
 from chairlift.engine.clock import WallClock
 from chairlift.engine.core import Command, EngineCore
 from chairlift.engine.executor import Capacity
@@ -21,18 +21,24 @@ def build_core(config: EngineConfig, drain: Callable[[], Sequence[Command]]) -> 
     """Loads the model and returns an engine that is ready for its first step.
 
     Raises:
-        ConfigError: the settings do not fit the model or the machine.
+        ConfigError: the settings do not fit the model or the machine, or the step log cannot be written.
         ModelError: the model cannot be had, or is not one of those supported.
     """
+    step_log = _open_step_log(config.step_log)  # first: loading takes long
     # Here and not above: whoever only talks to an engine should not have to load torch.
     from chairlift.execution.local import LocalExecutor
 
     executor = LocalExecutor(config)
     capacity = executor.capacity()
     scheduler = build_scheduler(config, capacity)
-    return EngineCore(
-        scheduler, executor, WallClock(), drain, capacity.eos_token_ids, step_log=StepLog(config.step_log)
-    )
+    return EngineCore(scheduler, executor, WallClock(), drain, capacity.eos_token_ids, step_log=step_log)
+
+
+def _open_step_log(path: str | None) -> StepLog:
+    try:
+        return StepLog(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write --step-log {path}: {error.strerror}") from error
 
 
 def build_scheduler(config: EngineConfig, capacity: Capacity) -> Scheduler:

@@ -16,6 +16,7 @@ from chairlift.engine.core import AbortRequest, AddRequest, Command, StepOutput
 from chairlift.model.source import resolve
 from chairlift.scheduling.plan import RequestTiming
 from chairlift.scheduling.sampling_params import SEED_BITS, SamplingParams
+from chairlift.text.errors import PromptError
 from chairlift.text.output import SequenceOutput, fan_out
 from chairlift.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -116,7 +117,8 @@ class LLM:
             params: for all prompts, or one for each; by default vLLM's (16 tokens at temperature 1).
 
         Raises:
-            ValueError: a prompt is empty, too long, or holds token ids that the model does not have. Nothing has run.
+            PromptError: a prompt is empty, too long, or holds token ids that the model does not have. Nothing has run.
+            ValueError: prompts and parameters do not match in number.
         """
         prompts = _as_list(prompts)
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
@@ -157,14 +159,14 @@ class LLM:
     def _check(self, number: int, token_ids: Sequence[int]) -> None:
         capacity = self.core.executor.capacity()
         if not token_ids:
-            raise ValueError(f"prompt {number} is empty")
+            raise PromptError(f"prompt {number} is empty")
         if len(token_ids) >= capacity.max_model_len:
-            raise ValueError(
+            raise PromptError(
                 f"prompt {number} has {len(token_ids)} tokens, which leaves no room to generate within the model's "
                 f"length of {capacity.max_model_len}"
             )
-        if not all(0 <= token < capacity.vocab_size for token in token_ids):
-            raise ValueError(f"prompt {number} holds token ids outside of [0, {capacity.vocab_size})")
+        if not all(isinstance(token, int) and 0 <= token < capacity.vocab_size for token in token_ids):
+            raise PromptError(f"prompt {number} holds token ids outside of [0, {capacity.vocab_size})")
 
     def _submit(self, token_ids: Sequence[int], params: SamplingParams) -> str:
         if params.seed is None:

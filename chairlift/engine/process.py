@@ -15,10 +15,11 @@ import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from chairlift.config import EngineConfig
+from chairlift.config import ConfigError, EngineConfig
 from chairlift.engine.build import build_core
 from chairlift.engine.core import Command, EngineCore
 from chairlift.engine.executor import Capacity
+from chairlift.model.source import ModelError
 
 STOP = None  # the last command
 
@@ -84,19 +85,25 @@ def run_engine(config: EngineConfig, pipe: Connection) -> None:
     inbox = _Inbox(pipe)
     try:
         core = build_core(config, inbox.drain)
-    except ValueError as error:  # a ConfigError or ModelError, written for the user
+    except (ConfigError, ModelError, OSError) as error:  # written for the user
         pipe.send(Failed(str(error), expected=True))
         return
     except Exception as error:
-        pipe.send(Failed(f"{error}\n{traceback.format_exc()}"))
+        pipe.send(_failure(error))
         return
     pipe.send(Ready(core.executor.capacity()))
     try:
         _loop(core, inbox, pipe)
     except Exception as error:
-        pipe.send(Failed(f"{error}\n{traceback.format_exc()}"))
+        pipe.send(_failure(error))
     finally:
         core.close()
+
+
+def _failure(error: Exception) -> Failed:
+    """An end that nobody foresaw, in one line, which clients get to see; the log has where it happened."""
+    traceback.print_exception(error)
+    return Failed(" ".join(f"{type(error).__name__}: {error}".split()))
 
 
 def _loop(core: EngineCore, inbox: _Inbox, pipe: Connection) -> None:

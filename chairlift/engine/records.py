@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 from collections import deque
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
 from chairlift.scheduling.plan import StepRecord
+
+logger = logging.getLogger(__name__)
 
 RING_SIZE = 4096
 
@@ -28,12 +32,26 @@ class StepLog:
         """Takes the record of a step."""
         self.records.append(record)
         if self._file is not None:
-            self._file.write(json.dumps(asdict(record), separators=(",", ":")) + "\n")
+            try:
+                self._file.write(json.dumps(asdict(record), separators=(",", ":")) + "\n")
+            except OSError as error:
+                self._give_up(error)
 
     def close(self) -> None:
         """Completes the file. Safe to call twice."""
         if self._file is not None:
-            self._file.close()
+            try:
+                self._file.close()
+            except OSError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """A full disk costs the log, and not the requests."""
+        file, self._file = self._file, None
+        assert file is not None  # noqa: S101 - only a write can fail
+        logger.warning("the step log ends here, incomplete: %s", error)
+        with contextlib.suppress(OSError):  # closing tries once more to write what is left
+            file.close()
 
     def __enter__(self) -> StepLog:
         return self

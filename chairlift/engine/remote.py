@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import multiprocessing
+import queue
 import random
 import threading
 import time
@@ -85,6 +86,7 @@ class RemoteEngine:
             target=run_engine, args=(config, engine_end), name="chairlift-engine", daemon=True
         )
         self._engine_end = engine_end
+        self._outbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
 
     @classmethod
     def start(cls, config: EngineConfig) -> RemoteEngine:
@@ -108,6 +110,7 @@ class RemoteEngine:
         engine._capacity = message.capacity
         engine._last_step = time.monotonic()
         threading.Thread(target=engine._read, name="chairlift-outputs", daemon=True).start()
+        threading.Thread(target=engine._write, name="chairlift-commands", daemon=True).start()
         return engine
 
     @property
@@ -142,7 +145,7 @@ class RemoteEngine:
         stream = self._streams[request_id] = _Stream()
         finished = False
         try:
-            self._send(AddRequest(request_id, prompt_token_ids, params, time.monotonic(), priority, cache_salt))
+            self._outbox.put(AddRequest(request_id, prompt_token_ids, params, time.monotonic(), priority, cache_salt))
             while not finished:
                 delta = await stream.next()
                 finished = delta.finish_reason is not None
@@ -150,7 +153,7 @@ class RemoteEngine:
         finally:
             del self._streams[request_id]
             if not finished and self._death is None:
-                self._send(AbortRequest(request_id))
+                self._outbox.put(AbortRequest(request_id))
 
     def stats(self) -> EngineStats:
         """Returns the state as last heard. Never blocks."""
@@ -176,8 +179,7 @@ class RemoteEngine:
     async def close(self) -> None:
         """Ends the engine; requests still open get an :class:`EngineDeadError`."""
         self._die("the engine is shut down")
-        with contextlib.suppress(OSError):
-            self._pipe.send(STOP)
+        self._outbox.put(STOP)
         await asyncio.get_running_loop().run_in_executor(None, self._end_process)
 
     def _end_process(self) -> None:
@@ -186,11 +188,13 @@ class RemoteEngine:
             self._process.kill()
             self._process.join()
 
-    def _send(self, command: Command) -> None:
-        try:
-            self._pipe.send(command)
-        except OSError:
-            self._die(f"the engine process ended ({self._exit_status()})")
+    def _write(self) -> None:
+        """Sends commands, in a thread: an engine that hangs stops taking them, and must not stop the event loop too."""
+        command: Command | None
+        with contextlib.suppress(OSError):  # the engine is gone, as the reader learns too
+            while (command := self._outbox.get()) is not STOP:
+                self._pipe.send(command)
+            self._pipe.send(STOP)
 
     def _exit_status(self) -> str:
         self._process.join(1.0)

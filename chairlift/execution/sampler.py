@@ -115,7 +115,9 @@ def _draw(scaled: Tensor, keys: Tensor) -> Tensor:
 def _draw_restricted(scaled: Tensor, keys: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Draws from the tokens that top_k and top_p leave: [S, vocab_size] to [S]."""
     vocab_size = scaled.shape[1]
-    top_k = torch.tensor([p.top_k if p.top_k > 0 else vocab_size for p in params], device=scaled.device)[:, None]
+    # Clients may send any whole number, and a tensor cannot hold them all.
+    limits = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
+    top_k = torch.tensor(limits, device=scaled.device)[:, None]
     top_p = _column([p.top_p if p.top_p < 1 else NO_TOP_P for p in params], scaled.device)
     tokens = torch.empty(len(scaled), dtype=torch.int64, device=scaled.device)
     open_rows = torch.arange(len(scaled), device=scaled.device)

@@ -335,7 +335,10 @@ def _ids(value: Any) -> list[int]:
     """A token id, a list of them, or nothing."""
     if value is None:
         return []
-    return [int(v) for v in (value if isinstance(value, list) else [value])]
+    ids = value if isinstance(value, list) else [value]
+    if not all(isinstance(token, int) for token in ids):
+        raise ModelError(f"the model's configuration has {value!r} where a token id, or a list of them, is needed")
+    return ids
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -100,7 +100,10 @@ def resolve(model: str, revision: str | None = None) -> ModelSource:
     """
     if model in BUILTIN:
         return ModelSource(model, "gguf", fetch_builtin(BUILTIN[model]))
-    path = Path(model).expanduser()
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError as error:
+        raise ModelError(f"there is no model {model!r}: that home directory is not known here") from error
     if path.is_dir():
         return ModelSource(model, "safetensors", _check_directory(path))
     if path.is_file():

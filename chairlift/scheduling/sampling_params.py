@@ -42,6 +42,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("n", "max_tokens", "top_k", "seed"):
+            value = getattr(self, name)
+            if value is not None and not hasattr(value, "__index__"):
+                raise ValueError(f"{name} must be a whole number, got {value!r}")
         if self.n < 1:
             raise ValueError(f"n must be at least 1, got {self.n}")
         if self.max_tokens is not None and self.max_tokens < 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 
 class StopMatcher:
@@ -55,17 +56,24 @@ class _Automaton:
     def __init__(self, string: str) -> None:
         self.string = string
         self.matched = 0
-        # _border[n]: length of the longest proper beginning of string[:n] that is also its end.
-        self._border = [0] * (len(string) + 1)
-        for n in range(1, len(string)):
-            self._border[n + 1] = self._advance(self._border[n], string[n])
+        self._border = _borders(string)
 
     def feed(self, character: str) -> bool:
         """Takes one character; whether the stop string is now complete."""
-        self.matched = self._advance(self.matched, character)
+        self.matched = _advance(self.string, self._border, self.matched, character)
         return self.matched == len(self.string)
 
-    def _advance(self, matched: int, character: str) -> int:
-        while matched and self.string[matched] != character:
-            matched = self._border[matched]
-        return matched + 1 if self.string[matched] == character else 0
+
+@lru_cache(maxsize=64)  # the sequences of a request have the same stop strings
+def _borders(string: str) -> list[int]:
+    """For each n, the length of the longest proper beginning of ``string[:n]`` that is also its end."""
+    border = [0] * (len(string) + 1)
+    for n in range(1, len(string)):
+        border[n + 1] = _advance(string, border, border[n], string[n])
+    return border
+
+
+def _advance(string: str, border: list[int], matched: int, character: str) -> int:
+    while matched and string[matched] != character:
+        matched = border[matched]
+    return matched + 1 if string[matched] == character else 0

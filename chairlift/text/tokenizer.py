@@ -267,13 +267,19 @@ def _directory_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str
     """Chat templates by name. Files of their own come before the older place in tokenizer_config.json."""
     files = {"default": path / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))}
-    templates = {name: file.read_text("utf-8") for name, file in files.items() if file.is_file()}
+    templates = {name: _read_text(file) for name, file in files.items() if file.is_file()}
     if templates:
         return templates
     inline = config.get("chat_template") or _read_json(path / "chat_template.json").get("chat_template")
     if isinstance(inline, str):
         return {"default": inline}
-    return {entry["name"]: entry["template"] for entry in inline or ()}
+    try:
+        return {str(entry["name"]): str(entry["template"]) for entry in inline or ()}
+    except (TypeError, KeyError) as error:
+        raise TokenizerError(
+            f"the chat_template in {path / 'tokenizer_config.json'} is neither a string nor a list of objects with a "
+            "name and a template"
+        ) from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -281,9 +287,16 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        content = json.loads(file.read_text("utf-8"))
-    except ValueError as error:
+        content = json.loads(_read_text(file))
+    except json.JSONDecodeError as error:
         raise TokenizerError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise TokenizerError(f"{file} must hold a JSON object")
     return content
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{file} is not text in UTF-8: {error}") from error

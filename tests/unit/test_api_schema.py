@@ -2,6 +2,7 @@ import math
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from chairlift.api.errors import APIError
 from chairlift.api.schema import ChatBody, CompletionBody, parse
@@ -78,7 +79,7 @@ def test_numbers_out_of_range_or_of_another_type(field: str, value: object) -> N
         ("n", 0), ("n", 129), ("n", 1.5), ("n", "1"), ("n", True),
         ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", "5"),
         ("top_p", 0), ("top_k", -2), ("seed", 2**64), ("seed", -(2**63) - 1), ("seed", 0.5),
-        ("stop", ""), ("stop", ["a", ""]), ("stop", ["a", 1]), ("stop", 5), ("stop", ["a"] * 17),
+        ("stop", ""), ("stop", ["a", ""]), ("stop", ["a", 1]), ("stop", 5), ("stop", ["a"] * 17), ("stop", "x" * 1025),
         ("stop_token_ids", ["a"]), ("stop_token_ids", [1] * 257), ("stop_token_ids", 5),
         ("ignore_eos", 1), ("stream", "true"), ("model", 5), ("model", None), ("priority", 2**40),
     ],
@@ -190,3 +191,26 @@ def test_bad_messages_are_refused_by_their_place(message: object, param: str) ->
 @pytest.mark.parametrize("messages", [[], None, "x", {}])
 def test_messages_must_be_a_list_of_some(messages: object) -> None:
     assert refused(ChatBody, CHAT | {"messages": messages})[0] == "messages"
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (ChatBody, CHAT | {"messages": [1] * 1000}),
+        (ChatBody, CHAT | {"messages": [{"role": "user", "content": [1] * 1000}]}),
+        (ChatBody, CHAT | {"messages": [CHAT["messages"][0] | {f"k{i}": i for i in range(1000)}]}),
+        (CompletionBody, COMPLETION | {f"k{i}": i for i in range(1000)}),
+        (CompletionBody, COMPLETION | {"stop": [1] * 1000}),
+    ],
+)
+def test_the_first_of_many_mistakes_is_enough(model: type[BaseModel], body: dict[str, Any]) -> None:
+    """A body of megabytes has room for a million, and explaining them all would stop every stream for seconds."""
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(body)
+    assert caught.value.error_count() == 1
+
+
+def test_the_salt_of_the_prefix_cache() -> None:
+    assert parse(CompletionBody, COMPLETION | {"cache_salt": "mine"}).cache_salt == "mine"
+    for salt in ("", "x" * 257, 5):
+        assert refused(ChatBody, CHAT | {"cache_salt": salt})[0] == "cache_salt"

@@ -119,6 +119,8 @@ def test_longrope_takes_its_factor_from_the_lengths() -> None:
             "1 sliding windows for 2 layers",
         ),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": -1}, "sliding_window = -1"),
+        ({"eos_token_id": "x"}, "'x' where a token id"),
+        ({"eos_token_id": [2, None]}, "where a token id"),
     ],
 )
 def test_refused(changes: dict[str, Any], message: str) -> None:

@@ -247,3 +247,11 @@ def test_a_row_that_forbids_everything_is_unusable() -> None:
 def test_a_missing_seed_is_a_mistake() -> None:
     with pytest.raises(ValueError, match="seed"):
         sample(logits(), [SamplingParams()], [0])
+
+
+@pytest.mark.parametrize("top_k", [2**31, 2**63, 10**30])
+def test_a_top_k_that_no_tensor_can_hold_keeps_all(top_k: int) -> None:
+    scores = logits(vocab_size=600)
+    for seed in range(20):
+        params = [SamplingParams(top_k=top_k, seed=seed)]
+        assert sample(scores, params, [3]) == sample(scores, [SamplingParams(seed=seed)], [3])

@@ -53,3 +53,9 @@ def test_unicode() -> None:
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         StopMatcher(["a", ""])
+
+
+def test_sequences_with_the_same_stop_string_share_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    run(["stop here"], ["text"])
+    monkeypatch.setattr("chairlift.text.stop._advance", None)  # what makes the table
+    StopMatcher(["stop here"])

@@ -116,6 +116,11 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         load(tmp_path, tokenizer_config="{")
     with pytest.raises(TokenizerError, match=r"generation_config\.json must hold a JSON object"):
         load(tmp_path, tokenizer_config={}, generation_config=[1])
+    with pytest.raises(TokenizerError, match=r"chat_template in .*tokenizer_config\.json is neither"):
+        load(tmp_path, generation_config={}, tokenizer_config={"chat_template": [{"x": 1}]})
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(TokenizerError, match=r"chat_template\.jinja is not text in UTF-8"):
+        load(tmp_path, tokenizer_config={})
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(TokenizerError, match=r"tokenizer\.json cannot be read"):
         load_tokenizer(ModelSource("m", "safetensors", tmp_path))

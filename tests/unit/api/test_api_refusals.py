@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
+
+from chairlift.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.anyio
 JSON = {"content-type": "application/json"}
@@ -151,6 +154,32 @@ async def test_a_token_id_out_of_range_is_named(client: httpx.AsyncClient) -> No
 async def test_too_many_choices(client: httpx.AsyncClient) -> None:
     error = await refused(client, 400, PATHS[0], json={"model": "tiny", "prompt": [[1]] * 17, "n": 128})
     assert "2176" in error["message"]
+
+
+async def test_too_many_choices_are_refused_before_any_is_tokenized(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "encode", None)
+    response = await client.post(PATHS[0], json={"model": "tiny", "prompt": ["a"] * 2049})
+    assert response.status_code == 400
+    assert "2049 choices" in openai_error(response)["message"]
+
+
+@pytest.mark.parametrize(("count", "characters"), [(4, 3000), (1000, 1)])
+async def test_many_prompts_are_tokenized_beside_the_event_loop(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, count: int, characters: int
+) -> None:
+    threads: set[int] = set()
+
+    def encode(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        threads.add(threading.get_ident())
+        return [1]
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    body = {"model": "tiny", "prompt": ["a" * characters] * count, "max_tokens": 1}
+    assert (await client.post(PATHS[0], json=body)).status_code == 200
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 @pytest.mark.parametrize(

@@ -248,6 +248,34 @@ async def test_a_body_that_comes_byte_by_byte(app: FastAPI, live: Live) -> None:
         writer.close()
 
 
+async def test_headers_without_end_are_not_kept(app: FastAPI, live: Live) -> None:
+    async with live(app) as url:
+        for start in (
+            b"GET /",
+            b"GET /health HTTP/1.1\r\nX-Long: ",
+            b"GET /health HTTP/1.1\r\n" + b"X-A: b\r\n" * 9000,
+        ):
+            reader, writer = await connect(url)
+            writer.write(start)
+            for _ in range(20):
+                writer.write(b"a" * 65_536)
+            assert b"400" in await reader.readline()
+            writer.close()
+
+
+async def test_a_large_body_before_the_next_request_counts_as_no_header(app: FastAPI, live: Live) -> None:
+    async with live(app) as url:
+        reader, writer = await connect(url)
+        request = request_bytes("/v1/completions", HI | {"user": "x" * 90_000})
+        writer.write(request + request[:50])
+        assert b"200 OK" in await reader.readline()
+        writer.write(request[50:])
+        answers = b""
+        while b"200 OK" not in answers:
+            answers += await reader.read(65_536)
+        writer.close()
+
+
 async def test_what_is_no_http(app: FastAPI, live: Live) -> None:
     async with live(app) as url:
         bad_length = b"POST /v1/completions HTTP/1.1\r\nContent-Length: x\r\n\r\n"
@@ -337,6 +365,35 @@ def test_an_answer_that_does_not_end_is_cut_off() -> None:
                 next(chunks)
         assert server.stdout.read() == "cut off\nclosed\n"
         assert server.wait() == 0
+
+
+def listens(url: str) -> bool:
+    address = httpx.URL(url)
+    try:
+        socket.create_connection((address.host, address.port or 0)).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_does_not_wait(signum: signal.Signals) -> None:
+    script = SERVER.replace("shutdown_timeout=1", "shutdown_timeout=3600")
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        url = server.stdout.readline().strip()
+        with httpx.stream("GET", f"{url}/3600", timeout=60) as response:
+            chunks = response.iter_raw()
+            assert next(chunks) == b"begun"
+            server.send_signal(signal.SIGTERM)
+            while listens(url):  # until the first one has arrived
+                pass
+            server.send_signal(signum)
+            with pytest.raises(httpx.RemoteProtocolError):
+                next(chunks)
+        assert server.wait(30) == 0
 
 
 @pytest.mark.parametrize("module", ["chairlift.api.app", "chairlift.api.server", "chairlift.engine.metrics"])

@@ -39,6 +39,7 @@ def create_app(
     *,
     served_model_names: Sequence[str],
     max_body_bytes: int = MAX_BODY_BYTES,
+    max_open_sequences: int | None = None,
 ) -> FastAPI:
     """Returns the application that serves ``engine``, which stays its maker's to close.
 
@@ -47,9 +48,17 @@ def create_app(
         tokenizer: of the model that it runs.
         served_model_names: what clients may call the model, at least one; metrics carry the first.
         max_body_bytes: larger request bodies are refused.
+        max_open_sequences: requests that would make more of them unfinished are told to come back later.
     """
     metrics = EngineMetrics(served_model_names[0], engine.capacity.max_model_len)
-    frontend = Frontend(MeteredEngine(engine, metrics), tokenizer, metrics, tuple(served_model_names), max_body_bytes)
+    frontend = Frontend(
+        MeteredEngine(engine, metrics),
+        tokenizer,
+        metrics,
+        tuple(served_model_names),
+        max_body_bytes,
+        max_open_sequences,
+    )
     app = FastAPI(
         title="chairlift",
         version=__version__,

@@ -22,24 +22,36 @@ class APIError(Exception):
         message: says what to change.
         param: path of the field that is wrong, such as ``messages[0].content``, where it is one field.
         code: a word that programs can test for.
+        headers: of the answer.
     """
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self.headers = dict(headers or {})
 
     @property
     def body(self) -> dict[str, Any]:
         """The body as a JSON object: ``{"error": {"message", "type", "param", "code"}}``."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = {429: "rate_limit_error"}.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self, headers: Mapping[str, str] | None = None) -> JSONResponse:
         """The answer to send."""
-        return JSONResponse(self.body, self.status, headers)
+        return JSONResponse(self.body, self.status, self.headers | dict(headers or {}))
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> APIError:

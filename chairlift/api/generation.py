@@ -23,6 +23,7 @@ INLINE_CHARACTERS = 8192
 character, a prompt of megabytes would else stop every stream for a while."""
 TEXT_OVERHEAD = 64
 """How much text takes a tokenizer, or a chat template, as long as a text or a message without any."""
+RETRY_AFTER_SECONDS = "1"
 
 T = TypeVar("T")
 
@@ -37,6 +38,7 @@ class Frontend:
         metrics: of the engine.
         served_model_names: what clients may call the model.
         max_body_bytes: larger request bodies are refused.
+        max_open_sequences: most sequences that may be unfinished; ``None`` for any number.
     """
 
     engine: AsyncEngineClient
@@ -44,6 +46,19 @@ class Frontend:
     metrics: EngineMetrics
     served_model_names: Sequence[str]
     max_body_bytes: int
+    max_open_sequences: int | None = None
+
+    def check_room(self, num_new: int) -> None:
+        """Raises a 429 :class:`APIError` if so many more sequences would make the queue longer than it may be."""
+        most = self.max_open_sequences
+        if most is not None and (unfinished := self.engine.stats().unfinished) + num_new > most:
+            raise APIError(
+                429,
+                f"the queue is full: {unfinished} sequences are unfinished, this request has {num_new}, and at most "
+                f"{most} may be; try again later",
+                code="queue_full",
+                headers={"Retry-After": RETRY_AFTER_SECONDS},
+            )
 
     def check_model(self, name: str) -> None:
         """Raises a 404 :class:`APIError` unless a model is served under this name."""
@@ -99,6 +114,7 @@ class Frontend:
             APIError: 400, the request cannot be run. The message has the arithmetic.
         """
         params = body.sampling_params(max_tokens=max_tokens)
+        self.check_room(len(prompts) * params.n)
         for prompt in prompts:
             self._check_prompt(prompt, body.requested_max_tokens, param)
         self._check_tokens(params.stop_token_ids, "stop_token_ids")

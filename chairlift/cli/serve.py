@@ -24,10 +24,24 @@ from chairlift.engine.executor import Capacity
     metavar="NAME",
     help="Name clients ask for; may be given several times.  [default: the model as given]",
 )
+@click.option(
+    "--max-num-queued-reqs",
+    type=click.IntRange(0),
+    default=1024,
+    show_default=True,
+    metavar="N",
+    help="Most sequences that may wait for a place; further requests get a 429.",
+)
 @click.option("--access-log", is_flag=True, help="Log a line for each HTTP request.")
 @engine_options
 def serve(
-    model: str | None, host: str, port: int, served_names: tuple[str, ...], access_log: bool, **options: Any
+    model: str | None,
+    host: str,
+    port: int,
+    served_names: tuple[str, ...],
+    max_num_queued_reqs: int,
+    access_log: bool,
+    **options: Any,
 ) -> None:
     """Serve MODEL over an OpenAI-compatible API.
 
@@ -36,6 +50,7 @@ def serve(
     """
     config = engine_config(model, **options)
     names = served_names or (config.model,)
+    places = config.static_batch_size if config.batching == "static" else config.max_num_seqs
 
     from chairlift.api.app import create_app
     from chairlift.api.server import bind, run
@@ -51,7 +66,9 @@ def serve(
         click.echo(describe(config, engine.capacity))
 
         async def main() -> None:
-            app = create_app(engine, tokenizer, served_model_names=names)
+            app = create_app(
+                engine, tokenizer, served_model_names=names, max_open_sequences=places + max_num_queued_reqs
+            )
             try:
                 await serve_app(
                     app, sock, on_ready=lambda url: click.echo(invitation(url, names[0])), access_log=access_log
@@ -66,6 +83,7 @@ def describe(config: EngineConfig, capacity: Capacity) -> str:
     """What is loaded and what fits, a line each."""
     kv_bytes = capacity.num_token_slots * capacity.kv_bytes_per_token
     full = capacity.num_token_slots // capacity.max_model_len
+    places = config.static_batch_size if config.batching == "static" else config.max_num_seqs
     return "\n".join(
         (
             f"chairlift {__version__}",
@@ -75,7 +93,8 @@ def describe(config: EngineConfig, capacity: Capacity) -> str:
             f"  KV cache   {capacity.num_blocks:,} blocks × {capacity.block_size} tokens = "
             f"{capacity.num_token_slots:,} tokens, {_bytes(kv_bytes)} ({capacity.kv_bytes_per_token:,} bytes a token)",
             f"  fits       {full:,} sequences of the full {capacity.max_model_len:,} tokens at once",
-            f"  a step     up to {config.max_num_seqs} sequences and {capacity.max_num_batched_tokens} token rows",
+            f"  batching   {config.batching}: up to {places} sequences and {capacity.max_num_batched_tokens} "
+            "token rows a step",
         )
     )
 

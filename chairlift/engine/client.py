@@ -24,6 +24,7 @@ class EngineStats:
         kv_cache_usage: share of the KV blocks owned by requests, 0 to 1.
         last_step_age: seconds since a step last ended, or since the engine came up.
         has_work: whether any request is unfinished.
+        unfinished: sequences that this front end has open, those included that the engine has not heard of yet.
         alive: whether the engine can still answer.
         wedged: whether there is work and no step has ended for longer than ``step_timeout``.
     """
@@ -34,6 +35,7 @@ class EngineStats:
     kv_cache_usage: float = 0.0
     last_step_age: float = 0.0
     has_work: bool = False
+    unfinished: int = 0
     alive: bool = True
     wedged: bool = False
 

@@ -91,6 +91,8 @@ def run_engine(config: EngineConfig, pipe: Connection) -> None:
     except Exception as error:
         pipe.send(_failure(error))
         return
+    # A supervisor that ends the whole group means the server, which lets open answers end and then ends this process.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     pipe.send(Ready(core.executor.capacity()))
     try:
         _loop(core, inbox, pipe)

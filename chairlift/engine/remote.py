@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import itertools
 import multiprocessing
@@ -98,6 +99,9 @@ class RemoteEngine:
         """
         engine = cls(config)
         engine._process.start()
+        # However this process ends in good order, the engine does too; it takes no SIGTERM, which is what
+        # multiprocessing's own hook would send it.
+        atexit.register(engine._process.kill)
         engine._engine_end.close()  # the child has its own copy; with this one open its end would never be seen
         try:
             message = engine._pipe.recv()
@@ -168,6 +172,7 @@ class RemoteEngine:
             kv_cache_usage=last.blocks_used / self.capacity.num_blocks,
             last_step_age=now - self._last_step,
             has_work=has_work,
+            unfinished=len(self._streams),
             alive=self._death is None,
             wedged=has_work and stalled > self._config.step_timeout,
         )

@@ -23,6 +23,8 @@ from starlette.types import ASGIApp, Message
 
 from chairlift.api.server import bind, url_of
 from chairlift.api.stream import unless_disconnected
+from chairlift.text.detokenizer import IncrementalDetokenizer
+from chairlift.text.stop import StopMatcher
 
 pytestmark = pytest.mark.anyio
 Live = Callable[[ASGIApp], AbstractAsyncContextManager[str]]
@@ -155,6 +157,7 @@ async def test_hundreds_of_clients_that_hang_up_at_random_moments_leave_nothing(
     [aborts] = [line.removeprefix(counted) for line in metrics.splitlines() if line.startswith(counted)]
     assert float(aborts) == engine.ends.count("abort")
     gc.collect()  # a task or generator that was forgotten would warn, and a warning is an error
+    assert not [thing for thing in gc.get_objects() if type(thing) in (IncrementalDetokenizer, StopMatcher)]
 
 
 async def test_a_reader_that_never_reads_delays_nobody_and_can_leave(app: FastAPI, live: Live, engine: Any) -> None:

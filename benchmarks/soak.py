@@ -3,8 +3,8 @@
     python benchmarks/soak.py --steps 1000000
 
 Each life has a random pool, host, budget, policy, preemption mode and victim rule, and random arrivals, aborts (in
-flight too) and executor failures. After every step the books must add up, and every answer must be right to the token; see
-tests/property/test_scheduling.py. Prints how many steps were executed, and what happened in them.
+flight too) and executor failures. After every step the books must add up, and every answer must be right to the token;
+see tests/property/test_scheduling.py. Prints how many steps were executed, and what happened in them.
 """
 
 from __future__ import annotations

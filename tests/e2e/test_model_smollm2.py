@@ -85,6 +85,6 @@ def test_greedy_tokens_equal_transformers(model: CausalLM, reference: transforme
 
 def test_settings(model: CausalLM) -> None:
     config = model.config
-    assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (2, 0))
     assert config.max_position_embeddings == 8192
     assert model.weight_bytes == 134_515_008 * 4

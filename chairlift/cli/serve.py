@@ -101,7 +101,8 @@ def describe(config: EngineConfig, capacity: Capacity) -> str:
 
 def invitation(url: str, model: str) -> str:
     """Where the server is, and a line to paste that talks to it."""
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Why does a chairlift never stop?"}]})
+    question = {"role": "user", "content": "What does a chairlift do?"}
+    body = json.dumps({"model": model, "messages": [question], "temperature": 0, "max_tokens": 60})
     quoted = body.replace("'", "'\\''")
     return (
         f"  address    {url}/v1\n\nready; try:\n"

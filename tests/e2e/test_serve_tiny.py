@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -142,3 +143,20 @@ def test_static_batching_serves_the_same_tokens(tiny_model: Path, tiny_server: S
     assert sum(record["rows"]["ended"] for record in records) > 0
     assert sum(record["rows"]["padding"] for record in records) > 0
     assert static_texts == continuous_texts
+
+
+def test_the_command_line_that_teams_have_works_as_written(tiny_model: Path, tmp_path: Path):
+    """Flags as teams have them in their scripts, for a model of 8,192 tokens."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+    flags = (
+        "--tensor-parallel-size 1 --gpu-memory-utilization 0.90 --max-num-seqs 32 --max-model-len 4096 --swap-space 16 "
+        "--enforce-eager"
+    )
+    with running_server(tmp_path / "steps.jsonl", "--model", str(model), *flags.split()) as server:
+        assert "4,096 tokens" in "".join(server.output)
+        body = {"model": str(model), "prompt": [65, 66, 67], "max_tokens": 5, "ignore_eos": True}
+        answer = httpx.post(f"{server.api}/completions", json=body, timeout=60).json()
+        assert answer["usage"]["completion_tokens"] == 5

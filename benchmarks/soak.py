@@ -62,7 +62,8 @@ def main() -> None:
         counts: Counter[str] = Counter()
         while counts["steps"] < steps * share:
             run_state_machine_as_test(counting(machine, counts), settings=profile)
-        print(f"{machine.__name__}: {', '.join(f'{value:,} {name}' for name, value in counts.items())}", flush=True)
+            so_far = ", ".join(f"{value:,} {name}" for name, value in counts.items())
+            print(f"{machine.__name__}: {so_far} ({time.monotonic() - started:,.0f} s)", flush=True)
     print(f"no failure in {time.monotonic() - started:,.0f} s")
 
 

@@ -10,14 +10,11 @@ https://platform.openai.com/docs/api-reference; the fields that are vLLM's own h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainValidator,
     ValidationError,
@@ -27,6 +24,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from chairlift.api.errors import APIError, bad_request, shown
+from chairlift.api.fields import Body, Unsupported
 from chairlift.scheduling.sampling_params import SEED_BITS, SamplingParams
 
 MAX_N = 128
@@ -37,36 +35,6 @@ COMPLETION_MAX_TOKENS = 16
 TEMPLATE_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_prompt"})
 
 B = TypeVar("B", bound="Body")
-
-
-class Body(BaseModel):
-    """A JSON object from a client."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    """Fields that the engine does not have yet, with the values, beside null, that ask nothing of it."""
-    ignored: ClassVar[frozenset[str]] = frozenset()
-    """Fields that cannot change the answer."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _set_aside(cls, data: Any) -> Any:
-        """Drops what is ignored or asks for nothing, and refuses what the engine does not have."""
-        if not isinstance(data, dict):
-            return data
-        kept = {}
-        known = True
-        for name, value in data.items():
-            if name in cls.unsupported:
-                if value is not None and value not in cls.unsupported[name]:
-                    raise PydanticCustomError("unsupported", "is not supported yet; leave it out", {"field": name})
-            elif name in cls.model_fields:
-                kept[name] = value
-            elif name not in cls.ignored and known:  # one is enough to refuse the body, and there may be many
-                known = False
-                kept[name] = value
-        return kept
 
 
 def _as_list(value: object) -> object:
@@ -106,7 +74,7 @@ def _all_ints(items: list[object]) -> bool:
 class StreamOptions(Body):
     """What a stream carries beside the text."""
 
-    unsupported = {"continuous_usage_stats": (False,)}
+    unsupported: ClassVar[Unsupported] = {"continuous_usage_stats": (False,)}
     ignored = frozenset({"include_obfuscation"})
 
     include_usage: bool | None = Field(
@@ -117,7 +85,7 @@ class StreamOptions(Body):
 class GenerationBody(Body):
     """What completions and chat completions have in common."""
 
-    unsupported = {
+    unsupported: ClassVar[Unsupported] = {
         "frequency_penalty": (0,),
         "presence_penalty": (0,),
         "repetition_penalty": (1,),
@@ -197,7 +165,7 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     """The body of ``POST /v1/completions``."""
 
-    unsupported = GenerationBody.unsupported | {"best_of": (1,), "echo": (False,), "suffix": ()}
+    unsupported: ClassVar[Unsupported] = GenerationBody.unsupported | {"best_of": (1,), "echo": (False,), "suffix": ()}
 
     prompt: Annotated[
         list[TextOrTokens],
@@ -220,7 +188,7 @@ def _as_parts(value: object) -> object:
 class MessageBody(Body):
     """One message of a conversation."""
 
-    unsupported = {"tool_calls": ([],), "function_call": (), "audio": (), "refusal": ()}
+    unsupported: ClassVar[Unsupported] = {"tool_calls": ([],), "function_call": (), "audio": (), "refusal": ()}
     ignored = frozenset({"name", "annotations"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -251,7 +219,7 @@ class MessageBody(Body):
 class ChatBody(GenerationBody):
     """The body of ``POST /v1/chat/completions``."""
 
-    unsupported = GenerationBody.unsupported | {
+    unsupported: ClassVar[Unsupported] = GenerationBody.unsupported | {
         "top_logprobs": (0,),
         "tools": ([],),
         "tool_choice": ("none", "auto"),

@@ -1,0 +1,41 @@
+"""What every JSON object that a client sends has in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
+
+Unsupported = Mapping[str, tuple[object, ...]]
+
+
+class Body(BaseModel):
+    """A JSON object from a client."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    unsupported: ClassVar[Unsupported] = {}
+    """Fields that the engine does not have yet, with the values, beside null, that ask nothing of it."""
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    """Fields that cannot change the answer."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _set_aside(cls, data: Any) -> Any:
+        """Drops what is ignored or asks for nothing, and refuses what the engine does not have."""
+        if not isinstance(data, dict):
+            return data
+        kept = {}
+        known = True
+        for name, value in data.items():
+            if name in cls.unsupported:
+                if value is not None and value not in cls.unsupported[name]:
+                    raise PydanticCustomError("unsupported", "is not supported yet; leave it out", {"field": name})
+            elif name in cls.model_fields:
+                kept[name] = value
+            elif name not in cls.ignored and known:  # one is enough to refuse the body, and there may be many
+                known = False
+                kept[name] = value
+        return kept

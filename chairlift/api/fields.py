@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
-Unsupported = Mapping[str, tuple[object, ...]]
+Unsupported = dict[str, tuple[object, ...]]
 
 
 class Body(BaseModel):

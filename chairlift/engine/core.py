@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from chairlift.engine.clock import Clock
 from chairlift.engine.executor import Executor
@@ -115,8 +115,8 @@ class EngineCore:
             _log_preemption(event, self._block_bytes)
         result = self.executor.execute(plan)
         self.clock.advance(result.elapsed)
+        self._end_failed(result, output)  # before an abort does, which would leave what they computed to be found
         self.take_commands(output)
-        self._end_failed(result, output)
         committed = self.scheduler.commit(plan, result, self.clock.now())
         output.deltas.extend(committed)
         output.record = self._record(plan, started, result.elapsed, committed)
@@ -159,10 +159,10 @@ class EngineCore:
     def _end_failed(self, result: StepResult, output: StepOutput) -> None:
         """Ends those that the executor could not go on with, and nobody else."""
         for request_id, reason in result.failed.items():
-            delta = self.scheduler.abort(request_id)
-            if delta is not None:  # else it was aborted while the step ran
+            delta = self.scheduler.fail(request_id, reason)
+            if delta is not None:
                 logger.error("ended request %s: %s", request_id, reason)
-                output.deltas.append(replace(delta, finish_reason="error", error=reason))
+                output.deltas.append(delta)
 
     def _record(self, plan: StepPlan, started: float, elapsed: float, committed: Sequence[SequenceDelta]) -> StepRecord:
         return StepRecord(

@@ -17,6 +17,7 @@ swapping or by recomputation makes no difference to this: on the host or not, al
 from __future__ import annotations
 
 from bisect import insort
+from dataclasses import replace
 
 from chairlift.scheduling.config import SchedulerConfig
 from chairlift.scheduling.kv.manager import KVManager
@@ -122,6 +123,14 @@ class ContinuousScheduler:
         request.status = Status.FINISHED_ABORT
         self._forget(request)
         return SequenceDelta(request_id, finish_reason=FINISH_REASONS[request.status], timing=request.timing)
+
+    def fail(self, request_id: str, error: str) -> SequenceDelta | None:
+        """Ends a request that cannot go on; see :class:`Scheduler`."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self.kv.forget_prefix(request)
+        delta = self.abort(request_id)
+        return None if delta is None else replace(delta, finish_reason="error", error=error)
 
     # ---- plan ----
 

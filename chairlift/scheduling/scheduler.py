@@ -50,6 +50,13 @@ class Scheduler(Protocol):
         """Ends a request in whatever state it is and frees its blocks; ``None`` if there is no such request."""
         ...
 
+    def fail(self, request_id: str, error: str) -> SequenceDelta | None:
+        """Ends a request that cannot go on, as :meth:`abort` does, for the reason ``error``.
+
+        What was computed for it may be nonsense: nobody finds it by its prefix any more.
+        """
+        ...
+
     def plan(self, now: float) -> StepPlan:
         """Decides the next step, which is then executed and committed, before the next.
 

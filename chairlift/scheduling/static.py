@@ -21,7 +21,7 @@ while it runs nobody is admitted, and when it ends the requests that waited long
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from chairlift.scheduling.kv.manager import KVManager
 from chairlift.scheduling.plan import RowCounts, SequenceChunk, SequenceDelta, StepPlan, StepResult
@@ -156,6 +156,11 @@ class StaticScheduler:
                 self._end_batch()
         request.status = Status.FINISHED_ABORT
         return SequenceDelta(request_id, finish_reason=FINISH_REASONS[request.status], timing=request.timing)
+
+    def fail(self, request_id: str, error: str) -> SequenceDelta | None:
+        """Ends a request that cannot go on; its row stays, as after :meth:`abort`. Nobody shares what it computed."""
+        delta = self.abort(request_id)
+        return None if delta is None else replace(delta, finish_reason="error", error=error)
 
     def plan(self, now: float) -> StepPlan:
         """The next slice of the prompts, or the next token of every row; or nothing, while a batch is filling."""

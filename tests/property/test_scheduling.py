@@ -59,6 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
         self.open: set[str] = set()
+        self.moved_in_vain: set[str] = set()  # by a step that failed: they are computed anew
         self.now = 0.0
 
     @rule(
@@ -116,22 +117,37 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._step(aborted_in_flight=data.draw(st.sampled_from(sorted(self.open))))
 
     @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def step_that_some_cannot_go_on_after(self, data: st.DataObject) -> None:
+        self.executor.poisoned = set(data.draw(st.lists(st.sampled_from(sorted(self.open)), min_size=1)))
+        self._step()
+        self.executor.poisoned = set()
+
+    @precondition(lambda self: self.open)
     @rule()
     def executor_fails(self) -> None:
         """The plan is never committed, and the next one makes up for it."""
+        swapped = {r.request_id for r in self.requests.values() if r.status is Status.SWAPPED}
         plan = self._plan()
+        self.moved_in_vain = swapped & set(plan.admitted)
         self.executor.fail_next = True
         with pytest.raises(ExecutorFailureError):
             self.executor.execute(plan)
 
     def _decoding(self) -> set[str]:
-        return {r.request_id for r in self.requests.values() if r.status is Status.RUNNING and r.decoding}
+        running = (r for r in self.requests.values() if r.status is Status.RUNNING)
+        return {r.request_id for r in running if r.decoding} - self.moved_in_vain
 
     def _step(self, aborted_in_flight: str | None = None) -> None:
         plan = self._plan()
         result = self.executor.execute(plan)
         self.now += result.elapsed
-        if aborted_in_flight is not None:
+        for request_id, reason in result.failed.items():
+            delta = self.scheduler.fail(request_id, reason)
+            assert delta is not None
+            assert (delta.finish_reason, delta.error) == ("error", reason)
+            self.open.remove(request_id)
+        if aborted_in_flight in self.open:
             self._abort(aborted_in_flight)
         for delta in self.scheduler.commit(plan, result, self.now):
             assert delta.request_id in self.open
@@ -149,6 +165,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _plan(self) -> StepPlan:
         decoding = self._decoding()
         plan = self.scheduler.plan(self.now)
+        self.moved_in_vain = set()
         if plan.empty:
             assert plan.wait_until is not None
             assert plan.wait_until > self.now

@@ -5,10 +5,11 @@ from __future__ import annotations
 from support.checking_executor import CheckingExecutor, continuation
 
 from chairlift.engine.clock import VirtualClock
-from chairlift.engine.core import AddRequest, Command, EngineCore
+from chairlift.engine.core import AbortRequest, AddRequest, Command, EngineCore
 from chairlift.scheduling.config import SchedulerConfig
 from chairlift.scheduling.continuous import ContinuousScheduler
 from chairlift.scheduling.kv.manager import KVManager
+from chairlift.scheduling.kv.prefix_cache import PrefixCache
 from chairlift.scheduling.plan import SequenceDelta
 from chairlift.scheduling.sampling_params import SamplingParams
 
@@ -51,6 +52,31 @@ def test_a_request_that_cannot_be_made_is_refused_and_the_others_go_on():
         [delta] = deltas[name]
         assert delta.finish_reason == "error"
         assert reason in str(delta.error)
+
+
+def test_what_was_computed_for_one_that_cannot_go_on_is_found_by_nobody():
+    """Nor if its client hangs up in that very step: the failure is seen first."""
+    prompt = list(range(12))
+    cache = PrefixCache(40, 4, salt=b"")
+    executor = CheckingExecutor(40, 4)
+    inbox: list = [[AddRequest("good", [*prompt, 1], PARAMS, 0.0)]]
+    scheduler = ContinuousScheduler(
+        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64), KVManager(40, 4, prefix_cache=cache), 64
+    )
+    core = EngineCore(scheduler, executor, VirtualClock(), lambda: inbox.pop(0) if inbox else [])
+    while inbox or core.has_work:
+        core.step()
+    executor.poisoned = {"bad"}
+    inbox += [[AddRequest("bad", [*prompt, 2], PARAMS, core.clock.now())], [AbortRequest("bad")]]
+    output = core.step()
+    assert output.record is not None
+    assert output.record.cached_tokens == 12
+    assert [(delta.request_id, delta.finish_reason) for delta in output.deltas] == [("bad", "error")]
+    inbox.append([AddRequest("next", [*prompt, 3], PARAMS, core.clock.now())])
+    output = core.step()
+    assert output.record is not None
+    assert output.record.cached_tokens == 0
+    scheduler.check_integrity()
 
 
 def test_a_request_that_the_model_cannot_go_on_with_ends_alone():

@@ -520,3 +520,52 @@ def test_a_failed_step_that_swapped_in_loses_nothing():
     assert driver.planned(driver.step())["late"] == late.num_prompt_tokens + len(driver.tokens["late"]) - 1
     driver.run()
     assert_right_tokens(driver, early, late)
+
+
+def test_of_two_that_a_failed_step_swapped_in_the_first_may_take_the_whole_next_step():
+    """They decoded when it was planned, and are prompts to be computed when it has failed: decode's right is gone."""
+    driver = memory_driver(
+        num_blocks=9, host=9, budget=8, max_num_seqs=4, caching=False, preemption_mode="swap",
+        long_prefill_token_threshold=8,
+    )  # fmt: skip
+    early, a, b = request("early", 8, 28, seed=1), request("a", 8, 20, seed=2), request("b", 8, 20, seed=3)
+    driver.add(early, a, b)
+    while "early" not in driver.finished_in:
+        driver.step()
+    assert driver.scheduler.num_swapped == 2
+    failed = driver.scheduler.plan(driver.now)
+    assert driver.planned(failed) == {"a": 1, "b": 1}
+    assert failed.swap_in
+    assert driver.planned(driver.step()) == {"a": 8}
+    driver.run()
+    assert_right_tokens(driver, early, a, b)
+
+
+def test_one_with_nothing_to_move_is_not_kept_from_the_host_by_want_of_room():
+    """What a failed step admitted has nothing computed when another needs its blocks."""
+    driver = memory_driver(num_blocks=3, host=9, caching=False, preemption_mode="swap")
+    early, late = request("early", 8, 4), request("late", 4, 4)
+    driver.add(early, late)
+    driver.step()
+    late.num_computed_tokens = 0  # as a failed step leaves one that it swapped in
+    plan = driver.scheduler.plan(driver.now)
+    assert plan.preempted == [Preemption("late", wanted_by="early", swapped=False, num_tokens=0)]
+
+
+def test_a_prompt_of_one_token_is_not_yet_decoding():
+    r = request("a", 1, 5)
+    assert (r.num_missing_tokens, r.decoding) == (1, False)
+    r.mark_computed(1)
+    r.append(7)
+    assert r.decoding
+
+
+def test_rows_computed_again_in_slices_all_count_as_recomputed():
+    driver = memory_driver(num_blocks=6, budget=4, max_num_seqs=4, caching=False, preemption_mode="recompute")
+    early, late = request("early", 8, 12, seed=1), request("late", 8, 8, seed=2)
+    driver.add(early, late)
+    driver.run()
+    [event] = [event for plan in driver.plans for event in plan.preempted]
+    assert event.num_tokens > 4
+    assert sum(plan.rows.recomputed for plan in driver.plans) == event.num_tokens
+    assert sum(plan.rows.total for plan in driver.plans) == 8 + 11 + 8 + 7 + event.num_tokens

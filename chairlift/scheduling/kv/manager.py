@@ -113,6 +113,11 @@ class KVManager:
         for index in range(first, end):
             self.prefix_cache.register(table[index], request.block_hashes[index])
 
+    def forget_prefix(self, request: Request) -> None:
+        """Lets nobody find a block by the beginning of this sequence any more, whoever computed it."""
+        if self.prefix_cache is not None:
+            self.prefix_cache.forget_hashes(request.block_hashes)
+
     def swap_out(self, request: Request) -> CopyPairs | None:
         """Moves the computed blocks of a sequence to the host and takes its device blocks.
 

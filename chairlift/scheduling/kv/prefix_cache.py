@@ -63,6 +63,13 @@ class PrefixCache:
         """Whether the block can be found by its hash."""
         return self._hash_of[block] is not None
 
+    def forget_hashes(self, hashes: Sequence[bytes]) -> None:
+        """What is known by these may be wrong. Not only up to the first gap: somebody could fill that later."""
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is not None:
+                self.forget(block)
+
     def forget(self, block: int) -> None:
         """Its content is about to be overwritten."""
         block_hash = self._hash_of[block]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from chairlift.engine.clock import Clock
 from chairlift.engine.executor import Executor
 from chairlift.engine.records import StepLog
 from chairlift.scheduling.plan import Preemption, SequenceDelta, StepPlan, StepRecord, StepResult
 from chairlift.scheduling.request import Request
-from chairlift.scheduling.sampling_params import SamplingParams
+from chairlift.scheduling.sampling_params import SamplingParams, StructuredSpec
 from chairlift.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,34 @@ class StepOutput:
     wait_until: float | None = None
 
 
+class Guide(Protocol):
+    """Knows which tokens may come next where an answer must have a form. It is the loop's, and no executor's or
+    scheduler's: a plan carries the masks that it needs, and preemption changes nothing of what was accepted.
+
+    Whatever is wrong with one request is raised as a :class:`ValueError`, and ends that request alone.
+    """
+
+    def begin(self, request_id: str, spec: StructuredSpec) -> None:
+        """Takes a new request."""
+        ...
+
+    def mask(self, request_id: str) -> bytes | bytearray | memoryview | None:
+        """The tokens that may come next, as :attr:`SequenceChunk.allowed` has them; ``None`` for all.
+
+        Once the form is complete these are the end-of-sequence tokens. What is returned must stay as it is
+        until the step is computed, so each request needs memory of its own.
+        """
+        ...
+
+    def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Is told the tokens that came, each one of those allowed."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended, in whatever way, or never began."""
+        ...
+
+
 class EngineCore:
     """One scheduler, one executor, and the thread that owns them both.
 
@@ -76,6 +105,7 @@ class EngineCore:
         drain: Callable[[], Sequence[Command]],
         eos_token_ids: Collection[int] = (),
         step_log: StepLog | None = None,
+        guide: Guide | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
@@ -85,6 +115,8 @@ class EngineCore:
         capacity = executor.capacity()
         self._block_bytes = capacity.block_size * capacity.kv_bytes_per_token
         self.step_log = StepLog() if step_log is None else step_log
+        self._guide = guide
+        self._guided: set[str] = set()
 
     @property
     def has_work(self) -> bool:
@@ -113,12 +145,16 @@ class EngineCore:
             return
         for event in plan.preempted:
             _log_preemption(event, self._block_bytes)
+        if self._guided:
+            plan = self._with_masks(plan, output)
         result = self.executor.execute(plan)
         self.clock.advance(result.elapsed)
         self._end_failed(result, output)  # before an abort does, which would leave what they computed to be found
         self.take_commands(output)
         committed = self.scheduler.commit(plan, result, self.clock.now())
         output.deltas.extend(committed)
+        if self._guided:
+            self._tell_guide(plan, result, committed, output)
         output.record = self._record(plan, started, result.elapsed, committed)
         self.step_log.add(output.record)
 
@@ -137,6 +173,7 @@ class EngineCore:
 
     def _add(self, command: AddRequest, output: StepOutput) -> None:
         try:
+            self._begin_guiding(command)
             self.scheduler.add(
                 Request(
                     command.request_id,
@@ -149,9 +186,11 @@ class EngineCore:
                 )
             )
         except ValueError as refusal:  # of whatever kind: a request that cannot be must not end all the others
+            self._forget_guided(command.request_id)
             output.deltas.append(SequenceDelta(command.request_id, finish_reason="error", error=str(refusal)))
 
     def _abort(self, command: AbortRequest, output: StepOutput) -> None:
+        self._forget_guided(command.request_id)
         delta = self.scheduler.abort(command.request_id)
         if delta is not None:
             output.deltas.append(delta)
@@ -159,10 +198,58 @@ class EngineCore:
     def _end_failed(self, result: StepResult, output: StepOutput) -> None:
         """Ends those that the executor could not go on with, and nobody else."""
         for request_id, reason in result.failed.items():
-            delta = self.scheduler.fail(request_id, reason)
-            if delta is not None:
-                logger.error("ended request %s: %s", request_id, reason)
-                output.deltas.append(delta)
+            self._fail(request_id, reason, output)
+
+    def _fail(self, request_id: str, reason: str, output: StepOutput) -> None:
+        self._forget_guided(request_id)
+        delta = self.scheduler.fail(request_id, reason)
+        if delta is not None:
+            logger.error("ended request %s: %s", request_id, reason)
+            output.deltas.append(delta)
+
+    # ---- answers that must have a form ----
+
+    def _begin_guiding(self, command: AddRequest) -> None:
+        spec = command.params.structured
+        if spec is None:
+            return
+        if self._guide is None:
+            raise ValueError("this engine has nothing to give an answer a form with")
+        self._guided.add(command.request_id)
+        self._guide.begin(command.request_id, spec)
+
+    def _with_masks(self, plan: StepPlan, output: StepOutput) -> StepPlan:
+        """The plan, with the tokens that each of the guided may be given next."""
+        assert self._guide is not None  # noqa: S101 - only it guides
+        chunks = list(plan.chunks)
+        for index, chunk in enumerate(chunks):
+            if chunk.sampling is not None and chunk.sampling.structured and chunk.request_id in self._guided:
+                try:
+                    chunks[index] = replace(chunk, allowed=self._guide.mask(chunk.request_id))
+                except ValueError as error:
+                    self._fail(chunk.request_id, str(error), output)
+        return replace(plan, chunks=chunks)
+
+    def _tell_guide(
+        self, plan: StepPlan, result: StepResult, committed: Sequence[SequenceDelta], output: StepOutput
+    ) -> None:
+        """What came in this step, of those that go on."""
+        assert self._guide is not None  # noqa: S101 - only it guides
+        for delta in committed:
+            if delta.finish_reason is not None:
+                self._forget_guided(delta.request_id)
+        sampling = [chunk for chunk in plan.chunks if chunk.sampling is not None]
+        for chunk, token_id in zip(sampling, result.token_ids, strict=True):
+            if chunk.request_id in self._guided and chunk.sampling is not None and chunk.sampling.structured:
+                try:
+                    self._guide.accept(chunk.request_id, (token_id,))
+                except ValueError as error:
+                    self._fail(chunk.request_id, str(error), output)
+
+    def _forget_guided(self, request_id: str) -> None:
+        if self._guide is not None and request_id in self._guided:
+            self._guided.remove(request_id)
+            self._guide.forget(request_id)
 
     def _record(self, plan: StepPlan, started: float, elapsed: float, committed: Sequence[SequenceDelta]) -> StepRecord:
         return StepRecord(

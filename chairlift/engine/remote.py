@@ -38,13 +38,7 @@ class _Stream:
         self._arrived = asyncio.Event()
 
     def push(self, delta: SequenceDelta) -> None:
-        if self._pending is not None:
-            delta = replace(
-                delta,
-                token_ids=(*self._pending.token_ids, *delta.token_ids),
-                timing=delta.timing or self._pending.timing,
-            )
-        self._pending = delta
+        self._pending = delta if self._pending is None else delta.after(self._pending)
         self._arrived.set()
 
     def fail(self, error: EngineDeadError) -> None:

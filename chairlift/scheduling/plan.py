@@ -3,9 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from chairlift.scheduling.sampling_params import SamplingParams
+
+
+class TokenLogprob(NamedTuple):
+    """How likely a token was, by the model's own scores: before penalties, bias and temperature.
+
+    Attributes:
+        token_id: the token that was sampled, or stands in the prompt.
+        logprob: natural logarithm of its probability.
+        rank: 1 for the most likely token; those that tie share the better rank.
+        top: (token id, logprob) of the most likely tokens, in falling order, as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceContext:
+    """What the logits of one sequence are adjusted by, beside the parameters of its request.
+
+    Attributes:
+        token_ids: the whole sequence so far, prompt and output. The scheduler's own list, not a copy: valid until the
+            plan is committed.
+        num_prompt_tokens: how many of them are prompt.
+        stop_token_ids: what ``min_tokens`` forbids: the request's own and the model's end-of-sequence tokens.
+    """
+
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    stop_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTargets:
+    """Prompt tokens whose logprobs are due in this step. Each is due once, preempted or not.
+
+    Attributes:
+        num_top: how many of the most likely tokens are wanted with each.
+        first_row: row of the chunk whose logits the first of them is looked up in.
+        token_ids: the tokens; each belongs to the row after the one before it.
+    """
+
+    num_top: int
+    first_row: int
+    token_ids: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +73,12 @@ class SequenceChunk:
             the prompt is not complete yet, and no token is sampled. Its ``seed`` is never ``None``.
         num_padding: how many tokens at the end of ``token_ids`` are padding, computed like any other and of no use
             (static batching only). No real token ever attends to them.
+        context: set where a token is sampled and ``sampling`` adjusts the logits.
+        prompt_targets: set where logprobs of prompt tokens are due.
+        allowed: the tokens that may be sampled, as a bitmask: bit ``i % 32`` of the ``i // 32``-th int32, in
+            little-endian order, belongs to token ``i``. What lies behind its end is forbidden. Set by the engine's
+            loop, between plan and execution, where the request asks for a form (``sampling.structured``); valid
+            until the plan is committed. ``None`` allows all.
     """
 
     request_id: str
@@ -33,6 +87,9 @@ class SequenceChunk:
     block_table: Sequence[int]
     sampling: SamplingParams | None
     num_padding: int = 0
+    context: SequenceContext | None = None
+    prompt_targets: PromptTargets | None = None
+    allowed: bytes | bytearray | memoryview | None = None
 
     @property
     def sample_position(self) -> int:
@@ -144,11 +201,15 @@ class StepResult:
         token_ids: one sampled token for each chunk of the plan whose ``sampling`` is set, in plan order.
         elapsed: seconds that the step took inside the executor; a virtual clock moves by this much.
         failed: why no token could be sampled, by id of the request; what stands in its place means nothing.
+        logprobs: of each sampled token, ``None`` where they are not wanted; empty where nobody wants any.
+        prompt_logprobs: of the plan's :class:`PromptTargets`, by id of the request.
     """
 
     token_ids: Sequence[int]
     elapsed: float
     failed: Mapping[str, str] = field(default_factory=dict)
+    logprobs: Sequence[TokenLogprob | None] = ()
+    prompt_logprobs: Mapping[str, Sequence[TokenLogprob]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -178,11 +239,13 @@ class SequenceDelta:
 
     Attributes:
         request_id: the engine's own id.
-        token_ids: tokens generated since the last delta; empty only where an end brings no token.
+        token_ids: tokens generated since the last delta; empty where an end, or a part of the prompt, brings none.
         finish_reason: ``None`` while it goes on; else "stop", "length", "abort" or "error".
         stop_reason: the token id that ended it, where one of the request's own ``stop_token_ids`` did.
         error: what went wrong, where the reason is "error".
         timing: set on the first delta and on the last.
+        logprobs: of each of ``token_ids``; empty where they are not wanted.
+        prompt_logprobs: of the next prompt tokens, from the second one on; all have come when the first token does.
     """
 
     request_id: str
@@ -191,11 +254,23 @@ class SequenceDelta:
     stop_reason: int | None = None
     error: str | None = None
     timing: RequestTiming | None = None
+    logprobs: Sequence[TokenLogprob] = ()
+    prompt_logprobs: Sequence[TokenLogprob] = ()
+
+    def after(self, earlier: SequenceDelta) -> SequenceDelta:
+        """This delta and the one before it as one, for a reader that fetched neither."""
+        return replace(
+            self,
+            token_ids=(*earlier.token_ids, *self.token_ids),
+            timing=self.timing or earlier.timing,
+            logprobs=(*earlier.logprobs, *self.logprobs),
+            prompt_logprobs=(*earlier.prompt_logprobs, *self.prompt_logprobs),
+        )
 
     def __reduce__(self) -> tuple[object, ...]:
         # A step sends one for every running request to another process; what dataclasses do takes three times as long.
         fields = (self.request_id, self.token_ids, self.finish_reason, self.stop_reason, self.error, self.timing)
-        return SequenceDelta, fields
+        return SequenceDelta, (*fields, self.logprobs, self.prompt_logprobs)
 
 
 @dataclass(frozen=True, slots=True)

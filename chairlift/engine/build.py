@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from chairlift.config import ConfigError, EngineConfig
 from chairlift.engine.clock import WallClock
 from chairlift.engine.core import Command, EngineCore
 from chairlift.engine.executor import Capacity
 from chairlift.engine.records import StepLog
+from chairlift.engine.structured import FormCompiler, StructuredGuide
+from chairlift.model.source import resolve
 from chairlift.scheduling.config import SchedulerConfig
 from chairlift.scheduling.continuous import ContinuousScheduler
 from chairlift.scheduling.kv.manager import KVManager
 from chairlift.scheduling.kv.prefix_cache import PrefixCache
 from chairlift.scheduling.scheduler import Scheduler
 from chairlift.scheduling.static import StaticConfig, StaticScheduler
+
+if TYPE_CHECKING:
+    from chairlift.text.tokenizer import Tokenizer
 
 
 def build_core(config: EngineConfig, drain: Callable[[], Sequence[Command]]) -> EngineCore:
@@ -31,7 +37,23 @@ def build_core(config: EngineConfig, drain: Callable[[], Sequence[Command]]) -> 
     executor = LocalExecutor(config)
     capacity = executor.capacity()
     scheduler = build_scheduler(config, capacity)
-    return EngineCore(scheduler, executor, WallClock(), drain, capacity.eos_token_ids, step_log=step_log)
+    forms = FormCompiler(lambda: _load_tokenizer(config), capacity.vocab_size, capacity.eos_token_ids)
+    return EngineCore(
+        scheduler,
+        executor,
+        WallClock(),
+        drain,
+        capacity.eos_token_ids,
+        step_log=step_log,
+        guide=StructuredGuide(forms),
+    )
+
+
+def _load_tokenizer(config: EngineConfig) -> Tokenizer:
+    # Here and not above: only answers with a form need it in an engine.
+    from chairlift.text.tokenizer import load_tokenizer
+
+    return load_tokenizer(resolve(config.model, config.revision))
 
 
 def _open_step_log(path: str | None) -> StepLog:

@@ -17,6 +17,9 @@ from chairlift.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
+GUIDE_POLL_SECONDS = 0.005
+"""How often an engine without other work looks whether the form of an answer has been compiled."""
+
 
 @dataclass(frozen=True, slots=True)
 class AddRequest:
@@ -72,6 +75,10 @@ class Guide(Protocol):
         """Takes a new request."""
         ...
 
+    def ready(self, request_id: str) -> bool:
+        """Whether it can be asked for masks; until then the request is not given to the scheduler."""
+        ...
+
     def mask(self, request_id: str) -> bytes | bytearray | memoryview | None:
         """The tokens that may come next, as :attr:`SequenceChunk.allowed` has them; ``None`` for all.
 
@@ -117,11 +124,12 @@ class EngineCore:
         self.step_log = StepLog() if step_log is None else step_log
         self._guide = guide
         self._guided: set[str] = set()
+        self._unready: dict[str, AddRequest] = {}  # those that the guide is not ready for
 
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._unready)
 
     def step(self) -> StepOutput:
         """Runs the loop once; without work it only takes commands."""
@@ -129,8 +137,10 @@ class EngineCore:
         self.take_commands(output)
         if self.scheduler.has_work:
             self._run_step(output)
+        elif self._unready:
+            output.wait_until = self.clock.now() + GUIDE_POLL_SECONDS
         output.running = self.scheduler.num_running
-        output.waiting = self.scheduler.num_waiting
+        output.waiting = self.scheduler.num_waiting + len(self._unready)
         output.swapped = self.scheduler.num_swapped
         output.blocks_used = self.scheduler.kv.num_used_blocks
         return output
@@ -170,10 +180,23 @@ class EngineCore:
                 self._add(command, output)
             else:
                 self._abort(command, output)
+        if self._unready and self._guide is not None:
+            for request_id in [request_id for request_id in self._unready if self._guide.ready(request_id)]:
+                self._schedule(self._unready.pop(request_id), output)
 
     def _add(self, command: AddRequest, output: StepOutput) -> None:
         try:
             self._begin_guiding(command)
+        except ValueError as refusal:
+            self._refuse(command, refusal, output)
+            return
+        if command.request_id in self._guided:
+            self._unready[command.request_id] = command
+        else:
+            self._schedule(command, output)
+
+    def _schedule(self, command: AddRequest, output: StepOutput) -> None:
+        try:
             self.scheduler.add(
                 Request(
                     command.request_id,
@@ -186,11 +209,17 @@ class EngineCore:
                 )
             )
         except ValueError as refusal:  # of whatever kind: a request that cannot be must not end all the others
-            self._forget_guided(command.request_id)
-            output.deltas.append(SequenceDelta(command.request_id, finish_reason="error", error=str(refusal)))
+            self._refuse(command, refusal, output)
+
+    def _refuse(self, command: AddRequest, refusal: ValueError, output: StepOutput) -> None:
+        self._forget_guided(command.request_id)
+        output.deltas.append(SequenceDelta(command.request_id, finish_reason="error", error=str(refusal)))
 
     def _abort(self, command: AbortRequest, output: StepOutput) -> None:
         self._forget_guided(command.request_id)
+        if self._unready.pop(command.request_id, None) is not None:
+            output.deltas.append(SequenceDelta(command.request_id, finish_reason="abort"))
+            return
         delta = self.scheduler.abort(command.request_id)
         if delta is not None:
             output.deltas.append(delta)

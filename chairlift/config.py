@@ -1,4 +1,4 @@
-"""Settings of the engine: frozen, checked against one another, and free of torch.
+"""Settings of the engine and of the server: frozen, checked against one another, and free of torch.
 
 Field names are vLLM's flags where vLLM has them. Every error says what to change.
 """
@@ -6,7 +6,7 @@ Field names are vLLM's flags where vLLM has them. Every error says what to chang
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from chairlift.scheduling.config import POLICIES, PREEMPTION_MODES, VICTIM_RULES
 
@@ -14,6 +14,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "reference", "cpu")
 BATCHING = ("continuous", "static")
+LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 GIB = 1024**3
 # Beyond these lies what tensors, threads and timers cannot do.
 MAX_COUNT = 2**31 - 1
@@ -56,7 +58,8 @@ class EngineConfig:
         static_batch_size, static_batch_timeout: sequences in a static batch, and seconds to wait for it to fill.
         step_log: file that gets a line of JSON for each step.
         seed: of the seeds that are drawn for requests without one; ``None`` draws it from the system.
-        step_timeout: seconds without a finished step, while there is work, after which the engine counts as wedged.
+        step_timeout: seconds without a finished step, while there is work, after which the engine counts as wedged; a
+            server then kills it and starts another.
     """
 
     model: str = "smollm2"
@@ -97,6 +100,11 @@ class EngineConfig:
         _count("--max-num-batched-tokens", self.max_num_batched_tokens)
         _count("--kv-cache-memory-bytes", self.kv_cache_memory_bytes, most=MAX_BYTES)
         _count("--num-threads", self.num_threads, most=MAX_THREADS)
+        if self.num_threads is not None and self.num_threads > (cores := available_cores()):
+            raise ConfigError(
+                f"--num-threads {self.num_threads} is more than the {cores} cores that this process may use, and "
+                f"threads that share a core wait for one another in every step; give {cores} or less"
+            )
         _count("--block-size", self.block_size)
         if not 0 < self.step_timeout <= MAX_SECONDS:
             raise ConfigError(
@@ -132,6 +140,102 @@ class EngineConfig:
                 f"--tensor-parallel-size {self.tensor_parallel_size} is not supported yet; use 1"
                 if self.tensor_parallel_size > 1
                 else f"--tensor-parallel-size must be at least 1, got {self.tensor_parallel_size}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """How the HTTP server answers.
+
+    Attributes:
+        api_keys: any of these opens the API; none opens it to everybody.
+        ssl_keyfile, ssl_certfile: PEM files of the server's key and certificate chain; both or neither.
+        ssl_ca_certs: PEM file of authorities; clients are asked for a certificate that one of them signed.
+        ssl_cert_reqs: 0 asks clients for no certificate, 1 checks the one that is offered, 2 insists on one. ``None``
+            takes 2 where there are ``ssl_ca_certs``, else 0.
+        allowed_origins: web pages from these origins may use the API ("*" for all); none may by default.
+        allowed_methods, allowed_headers: what such pages may send.
+        allow_credentials: whether browsers may send cookies and client certificates along.
+        root_path: path under which a proxy shows the server, such as ``/llm``.
+        max_body_size: bytes of the largest request body.
+        max_num_queued_reqs: most sequences that may wait for a place.
+        request_timeout: seconds from a request's head to the end of its answer; ``None`` for any time.
+        shutdown_timeout: seconds that open requests get to end once the server is told to stop.
+        log_format: "text" for people, "json" for a line of JSON each.
+        log_level: of what is logged, the least.
+        enable_log_requests: log a line for each request when it has ended.
+        otlp_traces_endpoint: URL to which traces are sent, by OTLP over HTTP.
+    """
+
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_ca_certs: str | None = None
+    ssl_cert_reqs: int | None = None
+    allowed_origins: tuple[str, ...] = ()
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+    root_path: str = ""
+    max_body_size: int = 4 * 1024**2
+    max_num_queued_reqs: int = 1024
+    request_timeout: float | None = None
+    shutdown_timeout: float = 30.0
+    log_format: str = "text"
+    log_level: str = "info"
+    enable_log_requests: bool = False
+    otlp_traces_endpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        if not all(self.api_keys):
+            raise ConfigError("--api-key must not be empty: it would let everybody in")
+        self._check_tls()
+        self._check_paths()
+        _count("--max-body-size", self.max_body_size)
+        if not 0 <= self.max_num_queued_reqs <= MAX_COUNT:
+            raise ConfigError(f"--max-num-queued-reqs must be from 0 to {MAX_COUNT}, got {self.max_num_queued_reqs}")
+        if self.request_timeout is not None and not 0 < self.request_timeout <= MAX_SECONDS:
+            raise ConfigError(
+                f"--request-timeout must be above 0 and at most {MAX_SECONDS} seconds, got {self.request_timeout}"
+            )
+        if not 0 <= self.shutdown_timeout <= MAX_SECONDS:
+            raise ConfigError(
+                f"--shutdown-timeout must be from 0 to {MAX_SECONDS} seconds, got {self.shutdown_timeout}"
+            )
+        _one_of("--log-format", self.log_format, LOG_FORMATS)
+        _one_of("--log-level", self.log_level, LOG_LEVELS)
+
+    def _check_tls(self) -> None:
+        if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
+            given, missing = "--ssl-keyfile", "--ssl-certfile"
+            if self.ssl_certfile:
+                given, missing = missing, given
+            raise ConfigError(f"{given} needs {missing} too: TLS takes a key and its certificate")
+        if self.ssl_ca_certs and not self.ssl_certfile:
+            raise ConfigError(
+                "--ssl-ca-certs needs --ssl-certfile and --ssl-keyfile too: without TLS there are no certificates"
+            )
+        if self.ssl_cert_reqs not in (None, 0, 1, 2):
+            raise ConfigError(f"--ssl-cert-reqs must be 0, 1 or 2; got {self.ssl_cert_reqs}")
+        if self.ssl_cert_reqs and not self.ssl_ca_certs:
+            raise ConfigError(
+                "--ssl-cert-reqs needs --ssl-ca-certs: the authorities that clients' certificates are held to"
+            )
+
+    def _check_paths(self) -> None:
+        if self.root_path and not (self.root_path.startswith("/") and not self.root_path.endswith("/")):
+            raise ConfigError(
+                f"--root-path must begin with / and not end with it, such as /llm; got {self.root_path!r}"
+            )
+        if self.allow_credentials and (not self.allowed_origins or "*" in self.allowed_origins):
+            raise ConfigError(
+                "--allow-credentials needs --allowed-origins that are named: with * any page could use them"
+            )
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"--otlp-traces-endpoint must be the URL of an OTLP collector over HTTP, such as "
+                f"http://localhost:4318/v1/traces; got {endpoint!r}"
             )
 
 

@@ -6,12 +6,15 @@ https://platform.openai.com/docs/guides/error-codes
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse
 
 MAX_SHOWN = 64
+RETRY_AFTER_SECONDS = "1"
+"""When to come back to a full queue: requests end all the time."""
 
 
 class APIError(Exception):
@@ -59,9 +62,20 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return APIError(400, message, param=param, code=code)
 
 
-def engine_failed(cause: str) -> APIError:
-    """A 503: the engine cannot answer, now or for this request."""
-    return APIError(503, f"the engine failed: {cause}", code="engine_failed")
+def engine_failed(cause: str, retry_after: float = 1.0) -> APIError:
+    """A 503: the engine cannot answer, now or for this request. ``retry_after`` is in seconds."""
+    headers = {"Retry-After": str(max(1, math.ceil(retry_after)))}
+    return APIError(503, f"the engine failed: {cause}", code="engine_failed", headers=headers)
+
+
+def queue_full(why: str) -> APIError:
+    """A 429: there is more to do than may wait."""
+    return APIError(
+        429,
+        f"the queue is full: {why}; try again later",
+        code="queue_full",
+        headers={"Retry-After": RETRY_AFTER_SECONDS},
+    )
 
 
 def shown(value: object) -> str:

@@ -155,7 +155,7 @@ def engine_errors() -> Iterator[None]:
     try:
         yield
     except EngineDeadError as error:
-        raise engine_failed(str(error)) from error
+        raise engine_failed(str(error), error.retry_after) from error
     except SequenceError as error:
         raise APIError(500, str(error), code="generation_failed") from error
 

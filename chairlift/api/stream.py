@@ -92,12 +92,14 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
 
     Raises:
         ClientDisconnect: the client hung up first.
+        APIError: the server ends the request, with this answer; see :mod:`chairlift.api.lifecycle`.
     """
     working = asyncio.ensure_future(work)
     hangup = asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait((working, hangup), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
+            hangup.result()  # raises what the request has to end with, if it was not a hang-up
             raise ClientDisconnect
         return working.result()
     finally:
@@ -129,31 +131,35 @@ class EventStream(Response):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
+        self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends it all, or as much as the client waits for."""
+        """Sends it all, or as much as the client waits for, or the server lets it have."""
         try:
-            await unless_disconnected(receive, self._send_all(scope, receive, send))
+            await unless_disconnected(receive, self._send_chunks(send))
         except ClientDisconnect:
             logger.debug("the client hung up")
+        except Exception as error:
+            if self._begun:
+                await send({"type": "http.response.body", "body": event(_told(error).body), "more_body": False})
+            elif isinstance(error, APIError):
+                await error.response()(scope, receive, send)
+            else:
+                raise
 
-    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
+    async def _send_chunks(self, send: Send) -> None:
         async with aclosing(self._chunks) as chunks:
-            try:
-                async for chunk in chunks:
-                    if not started:
-                        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                        started = True
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            except Exception as error:
-                if not started:
-                    if not isinstance(error, APIError):
-                        raise
-                    await error.response()(scope, receive, send)
-                    return
-                if not isinstance(error, APIError):
-                    logger.exception("a stream failed")
-                    error = APIError(500, "internal error")
-                await send({"type": "http.response.body", "body": event(error.body), "more_body": True})
+            async for chunk in chunks:
+                if not self._begun:
+                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    self._begun = True
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _told(error: Exception) -> APIError:
+    """What a client is told of ``error`` in the middle of a stream; what nobody foresaw is logged."""
+    if isinstance(error, APIError):
+        return error
+    logger.error("a stream failed", exc_info=error)
+    return APIError(500, "internal error")

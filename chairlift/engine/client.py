@@ -12,7 +12,15 @@ from chairlift.scheduling.sampling_params import SamplingParams
 
 
 class EngineDeadError(RuntimeError):
-    """The engine has ended, or cannot go on. The message is the cause."""
+    """The engine has ended, or cannot go on. The message is the cause.
+
+    Attributes:
+        retry_after: seconds after which there may be another engine.
+    """
+
+    def __init__(self, cause: str, retry_after: float = 1.0) -> None:
+        super().__init__(cause)
+        self.retry_after = retry_after
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +35,9 @@ class EngineStats:
         unfinished: sequences that this front end has open, those included that the engine has not heard of yet.
         alive: whether the engine can still answer.
         wedged: whether there is work and no step has ended for longer than ``step_timeout``.
+        retry_after: where the engine is not alive: seconds until there may be another; ``None`` if there will be none.
+        restarts: how often another engine took the place of one that had ended.
+        last_failure: why an engine last ended, or could not be started.
     """
 
     running: int = 0
@@ -38,6 +49,9 @@ class EngineStats:
     unfinished: int = 0
     alive: bool = True
     wedged: bool = False
+    retry_after: float | None = None
+    restarts: int = 0
+    last_failure: str | None = None
 
 
 class AsyncEngineClient(Protocol):
@@ -45,7 +59,7 @@ class AsyncEngineClient(Protocol):
 
     @property
     def capacity(self) -> Capacity:
-        """What fits, and what is loaded."""
+        """What fits, and what is loaded: of the newest engine, where one took the place of another."""
         ...
 
     def generate(

@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from chairlift.api.app import create_app
 from chairlift.api.server import bind, serve
+from chairlift.config import ServerConfig
 from chairlift.engine.client import EngineDeadError, EngineStats
 from chairlift.engine.executor import Capacity
 from chairlift.scheduling.plan import RequestTiming, RowCounts, SequenceDelta, StepRecord
@@ -117,7 +118,9 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def app(engine: FakeEngine) -> FastAPI:
-    return create_app(engine, byte_tokenizer(), served_model_names=["tiny", "org/tiny"], max_body_bytes=100_000)
+    return create_app(
+        engine, byte_tokenizer(), served_model_names=["tiny", "org/tiny"], config=ServerConfig(max_body_size=100_000)
+    )
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ async def test_health(client: httpx.AsyncClient, engine: Any) -> None:
     assert response.status_code == 200
     assert response.json() == {
         "status": "ok", "last_step_age_s": 1.235, "running": 3, "waiting": 2, "swapped": 1, "kv_cache_usage": 0.25,
+        "open_requests": 0, "engine_restarts": 0,
     }  # fmt: skip
 
 

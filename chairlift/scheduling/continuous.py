@@ -17,11 +17,20 @@ swapping or by recomputation makes no difference to this: on the host or not, al
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 from dataclasses import replace
 
 from chairlift.scheduling.config import SchedulerConfig
 from chairlift.scheduling.kv.manager import KVManager
-from chairlift.scheduling.plan import Preemption, RowCounts, SequenceChunk, SequenceDelta, StepPlan, StepResult
+from chairlift.scheduling.plan import (
+    Preemption,
+    RowCounts,
+    SequenceChunk,
+    SequenceDelta,
+    StepPlan,
+    StepResult,
+    TokenLogprob,
+)
 from chairlift.scheduling.preemption import OutputLengths, choose_victim, prefers_swap
 from chairlift.scheduling.queue import WaitingQueue
 from chairlift.scheduling.request import FINISH_REASONS, Request, Status
@@ -291,13 +300,16 @@ class ContinuousScheduler:
             start = request.num_computed_tokens
             end = start + count
             request.count_rows(rows, start, count)
+            samples = end == request.num_tokens < request.max_tokens
             chunks.append(
                 SequenceChunk(
                     request.request_id,
                     request.token_ids[start:end],
                     start,
                     self.kv.table(request.request_id),
-                    request.params if end == request.num_tokens else None,
+                    request.params if samples else None,
+                    context=request.context if samples else None,
+                    prompt_targets=request.prompt_targets(start, end) if request.wants_prompt_logprobs else None,
                 )
             )
         return StepPlan(
@@ -320,35 +332,61 @@ class ContinuousScheduler:
         if len(result.token_ids) != expected:
             raise AssertionError(f"step {plan.step} should have sampled {expected} tokens, not {len(result.token_ids)}")
         self._moved.clear()
-        sampled = iter(result.token_ids)
+        sampled = iter(result.sampled)
         deltas = []
         for chunk in plan.chunks:
-            token_id = next(sampled) if chunk.sampling is not None else None
+            token = next(sampled) if chunk.sampling is not None else None
             request = self._requests.get(chunk.request_id)
             if request is None:
                 continue  # aborted while the step ran
             request.mark_computed(chunk.start + len(chunk.token_ids))
             self.kv.register(request, chunk.start)
-            if token_id is not None:
-                deltas.append(self._take_token(request, token_id, now))
+            told = request.take_prompt_logprobs(result) if chunk.prompt_targets is not None else ()
+            if token is not None:
+                deltas.append(self._take_token(request, *token, told, now))
+            elif request.complete_without_tokens():
+                deltas.append(self._end(request, (), (), told, now))
+            elif told:
+                deltas.append(SequenceDelta(request.request_id, prompt_logprobs=told))
         return deltas
 
-    def _take_token(self, request: Request, token_id: int, now: float) -> SequenceDelta:
+    def _take_token(
+        self,
+        request: Request,
+        token_id: int,
+        logprob: TokenLogprob | None,
+        told: Sequence[TokenLogprob],
+        now: float,
+    ) -> SequenceDelta:
         first = request.timing.first_token is None
         if first:
             request.timing.first_token = now
-        if not request.append(token_id):
-            return SequenceDelta(request.request_id, (token_id,), timing=request.timing if first else None)
+        logprobs = () if logprob is None else (logprob,)
+        if request.append(token_id):
+            self._output_lengths.add(request.num_tokens - request.num_prompt_tokens)
+            return self._end(request, (token_id,), logprobs, told, now)
+        timing = request.timing if first else None
+        return SequenceDelta(request.request_id, (token_id,), None, None, None, timing, logprobs, told)
+
+    def _end(
+        self,
+        request: Request,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob],
+        told: Sequence[TokenLogprob],
+        now: float,
+    ) -> SequenceDelta:
         request.timing.finished = now
-        self._output_lengths.add(request.num_tokens - request.num_prompt_tokens)
         self._running.remove(request)
         self._forget(request)
         return SequenceDelta(
             request.request_id,
-            (token_id,),
+            token_ids,
             finish_reason=FINISH_REASONS[request.status],
             stop_reason=request.stop_reason(),
             timing=request.timing,
+            logprobs=logprobs,
+            prompt_logprobs=told,
         )
 
     def _forget(self, request: Request) -> None:

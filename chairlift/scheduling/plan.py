@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import NamedTuple
 
 from chairlift.scheduling.sampling_params import SamplingParams
@@ -56,7 +57,9 @@ class PromptTargets:
     token_ids: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
+# A step makes one of these for every running request, and frozen ones take three times as long to make. Nobody changes
+# one that is made; the same goes for SequenceDelta.
+@dataclass(slots=True)
 class SequenceChunk:
     """The tokens of one sequence that a step computes: a piece of its prompt, or its newest token.
 
@@ -211,6 +214,11 @@ class StepResult:
     logprobs: Sequence[TokenLogprob | None] = ()
     prompt_logprobs: Mapping[str, Sequence[TokenLogprob]] = field(default_factory=dict)
 
+    @property
+    def sampled(self) -> Iterable[tuple[int, TokenLogprob | None]]:
+        """Each sampled token with its logprob."""
+        return zip(self.token_ids, self.logprobs or repeat(None), strict=False)
+
 
 @dataclass(slots=True)
 class RequestTiming:
@@ -233,7 +241,7 @@ class RequestTiming:
     cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SequenceDelta:
     """New tokens of one request, and whether they are its last.
 

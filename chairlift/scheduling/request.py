@@ -10,7 +10,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Sequence
 
-from chairlift.scheduling.plan import RequestTiming, RowCounts
+from chairlift.scheduling.plan import (
+    PromptTargets,
+    RequestTiming,
+    RowCounts,
+    SequenceContext,
+    StepResult,
+    TokenLogprob,
+)
 from chairlift.scheduling.sampling_params import SamplingParams
 
 
@@ -48,6 +55,8 @@ class Request:
         max_tokens: how long ``token_ids`` may become.
         num_computed_tokens: tokens whose keys and values are in the cache.
         num_once_computed: the most that ever were; rows below it are computed a second time after a preemption.
+        num_prompt_logprobs: prompt tokens whose logprobs are no longer due: have been told, or will never be asked.
+        context: what its logits are adjusted by, if they are.
         status: where it stands.
         timing: when its stages began.
     """
@@ -64,6 +73,8 @@ class Request:
         "max_tokens",
         "num_computed_tokens",
         "num_once_computed",
+        "num_prompt_logprobs",
+        "context",
         "status",
         "timing",
         "_stop_token_ids",
@@ -97,9 +108,14 @@ class Request:
         self.num_once_computed = 0
         self.status = Status.WAITING
         self.timing = RequestTiming(arrival)
-        self._stop_token_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            self._stop_token_ids |= frozenset(eos_token_ids)
+        own_stops = frozenset(params.stop_token_ids)
+        all_stops = own_stops | frozenset(eos_token_ids)
+        self._stop_token_ids = own_stops if params.ignore_eos else all_stops
+        # Nothing is known of what comes before the first token, so its logprob is not due.
+        self.num_prompt_logprobs = self.num_prompt_tokens if params.prompt_logprobs is None else 1
+        self.context = (
+            SequenceContext(self.token_ids, self.num_prompt_tokens, all_stops) if params.adjusts_logits else None
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -116,6 +132,40 @@ class Request:
         """Whether only the newest token is missing, and it was generated."""
         num_tokens = len(self.token_ids)
         return num_tokens - self.num_computed_tokens == 1 and num_tokens > self.num_prompt_tokens
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """The most tokens that need not be computed if they were before, for this request or another.
+
+        The last one is, or there would be nothing to sample the next one from; and so is the one before each prompt
+        token whose logprob is due.
+        """
+        return (self.num_prompt_logprobs if self.wants_prompt_logprobs else len(self.token_ids)) - 1
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether logprobs of prompt tokens are still due."""
+        return self.num_prompt_logprobs < self.num_prompt_tokens
+
+    def prompt_targets(self, start: int, end: int) -> PromptTargets | None:
+        """The prompt tokens whose logprobs come out of computing positions ``start`` to ``end``, if any are due."""
+        first, last = max(start + 1, self.num_prompt_logprobs), min(end + 1, self.num_prompt_tokens)
+        if first >= last or self.params.prompt_logprobs is None:
+            return None
+        return PromptTargets(self.params.prompt_logprobs, first - 1 - start, self.token_ids[first:last])
+
+    def take_prompt_logprobs(self, result: StepResult) -> tuple[TokenLogprob, ...]:
+        """Notes that the logprobs that a step was to find are no longer due, and returns them."""
+        told = tuple(result.prompt_logprobs[self.request_id])
+        self.num_prompt_logprobs += len(told)
+        return told
+
+    def complete_without_tokens(self) -> bool:
+        """Whether the prompt is computed and nothing else was wanted, with ``status`` set then."""
+        if self.num_computed_tokens < self.max_tokens:
+            return False
+        self.status = Status.FINISHED_LENGTH
+        return True
 
     def count_rows(self, rows: RowCounts, start: int, count: int) -> None:
         """Adds the rows for positions ``start`` to ``start + count`` to ``rows``, each under its kind."""

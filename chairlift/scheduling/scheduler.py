@@ -80,14 +80,15 @@ def set_longest(request: Request, kv: KVManager, max_model_len: int) -> None:
     Raises:
         RequestRefusedError: the prompt leaves no room to generate, or even the whole pool could not hold the sequence.
     """
-    if request.num_prompt_tokens >= max_model_len:
+    wanted = request.params.max_tokens
+    if request.num_prompt_tokens + (wanted != 0) > max_model_len:
         raise RequestRefusedError(
             f"the prompt has {request.num_prompt_tokens} tokens, which leaves no room to generate within the model's "
             f"length of {max_model_len}"
         )
-    wanted = request.params.max_tokens
     longest = max_model_len if wanted is None else min(max_model_len, request.num_prompt_tokens + wanted)
-    needed = kv.blocks_for(longest - 1)  # the last token is generated but never computed
+    # The last token that is generated is never computed.
+    needed = kv.blocks_for(max(request.num_prompt_tokens, longest - 1))
     if needed > kv.num_blocks:
         raise RequestRefusedError(
             f"{request.num_prompt_tokens} prompt tokens and up to {longest - request.num_prompt_tokens} new ones need "

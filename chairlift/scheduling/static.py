@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from chairlift.scheduling.kv.manager import KVManager
-from chairlift.scheduling.plan import RowCounts, SequenceChunk, SequenceDelta, StepPlan, StepResult
+from chairlift.scheduling.plan import RowCounts, SequenceChunk, SequenceDelta, StepPlan, StepResult, TokenLogprob
 from chairlift.scheduling.queue import WaitingQueue
 from chairlift.scheduling.request import FINISH_REASONS, Request, Status
 from chairlift.scheduling.scheduler import RequestRefusedError, set_longest
@@ -65,6 +65,8 @@ class _Row:
         reserved: tokens that its blocks can hold.
         wanted: until the request has all its tokens, or nobody waits for them any more.
         num_tokens, newest_token: of the sequence, and of what the row goes on to generate after its end.
+        sampling: how it is sampled. Nobody asks for the logprobs, or the form, of what comes after its end.
+        logprobs, prompt_logprobs: for the answer.
     """
 
     def __init__(self, request: Request, reserved: int) -> None:
@@ -73,12 +75,26 @@ class _Row:
         self.wanted = True
         self.num_tokens = request.num_tokens
         self.newest_token = request.token_ids[-1]
+        self.sampling = request.params
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
 
-    def take(self, token_id: int) -> None:
+    def take(self, token_id: int, logprob: TokenLogprob | None, now: float) -> None:
         self.num_tokens += 1
         self.newest_token = token_id
-        if self.wanted:
-            self.wanted = not self.request.append(token_id)
+        if not self.wanted:
+            return
+        if self.request.timing.first_token is None:
+            self.request.timing.first_token = now
+        if logprob is not None:
+            self.logprobs.append(logprob)
+        if self.request.append(token_id):
+            self.end()
+
+    def end(self) -> None:
+        """Nobody waits for more of it."""
+        self.wanted = False
+        self.sampling = replace(self.sampling, logprobs=None, structured=None)
 
 
 class _Batch:
@@ -151,7 +167,7 @@ class StaticScheduler:
         elif self._batch is not None:
             for row in self._batch.rows:
                 if row.request is request:
-                    row.wanted = False
+                    row.end()
             if not self.num_running:
                 self._end_batch()
         request.status = Status.FINISHED_ABORT
@@ -212,15 +228,18 @@ class StaticScheduler:
             request = row.request
             prompt = request.token_ids[start : min(start + width, request.num_prompt_tokens)]
             padding = width - len(prompt)
-            samples = start < request.num_prompt_tokens <= start + width
+            end = start + len(prompt)
+            samples = start < request.num_prompt_tokens == end < request.max_tokens
             chunks.append(
                 SequenceChunk(
                     request.request_id,
                     [*prompt, *[PAD_TOKEN_ID] * padding],
                     start,
                     self.kv.table(request.request_id),
-                    sampling=request.params if samples else None,
+                    sampling=row.sampling if samples else None,
                     num_padding=padding,
+                    context=request.context if samples else None,
+                    prompt_targets=request.prompt_targets(start, end) if row.wanted else None,
                 )
             )
             rows.padding += padding
@@ -241,7 +260,8 @@ class StaticScheduler:
                     [row.newest_token],
                     min(row.num_tokens, row.reserved) - 1,
                     self.kv.table(request.request_id),
-                    sampling=request.params,
+                    sampling=row.sampling,
+                    context=request.context,
                 )
             )
             if row.wanted:
@@ -255,22 +275,26 @@ class StaticScheduler:
         batch = self._batch
         if batch is None:
             return []  # all were aborted while the step ran
-        by_id = {row.request.request_id: row for row in batch.rows}
-        sampling = [chunk for chunk in plan.chunks if chunk.sampling is not None]
-        for chunk, token_id in zip(sampling, result.token_ids, strict=True):
-            row = by_id[chunk.request_id]
-            if row.request.timing.first_token is None:
-                row.request.timing.first_token = now
-            row.take(token_id)
+        sampled = iter(result.sampled)
+        for row, chunk in zip(batch.rows, plan.chunks, strict=True):
+            if chunk.prompt_targets is not None:
+                row.prompt_logprobs += row.request.take_prompt_logprobs(result)
+            if chunk.sampling is not None:
+                row.take(*next(sampled), now)
         if batch.prefilling:
             batch.num_computed += len(plan.chunks[0].token_ids)
+            for row in batch.rows:
+                if row.request.max_tokens <= min(batch.num_computed, row.request.num_prompt_tokens) and row.wanted:
+                    row.request.status = Status.FINISHED_LENGTH
+                    row.end()
         if batch.wanted:
             return []
-        released = [self._release(row.request, now) for row in batch.rows if row.request.request_id in self._requests]
+        released = [self._release(row, now) for row in batch.rows if row.request.request_id in self._requests]
         self._end_batch()
         return released
 
-    def _release(self, request: Request, now: float) -> SequenceDelta:
+    def _release(self, row: _Row, now: float) -> SequenceDelta:
+        request = row.request
         request.timing.finished = now
         del self._requests[request.request_id]
         return SequenceDelta(
@@ -279,6 +303,8 @@ class StaticScheduler:
             finish_reason=FINISH_REASONS[request.status],
             stop_reason=request.stop_reason(),
             timing=request.timing,
+            logprobs=row.logprobs,
+            prompt_logprobs=row.prompt_logprobs,
         )
 
     def _end_batch(self) -> None:

@@ -63,7 +63,7 @@ class KVManager:
     def admit(self, request: Request, spare: int = 0) -> int | None:
         """Gives a sequence that has no blocks room for all its tokens, sharing what is computed of its beginning.
 
-        At least its last token is left to compute, or there would be nothing to sample the next one from. Atomic.
+        At least its last token is left to compute (see :attr:`Request.num_reusable_tokens`). Atomic.
 
         Args:
             request: the sequence.
@@ -75,7 +75,7 @@ class KVManager:
         found: list[int] = []
         if self.prefix_cache is not None:
             self.prefix_cache.extend_hashes(request.block_hashes, request.token_ids, request.cache_salt)
-            found = self.prefix_cache.find(request.block_hashes[: (request.num_tokens - 1) // self.block_size])
+            found = self.prefix_cache.find(request.block_hashes[: request.num_reusable_tokens // self.block_size])
         missing = self.blocks_for(request.num_tokens) - len(found)
         blocks = self.pool.allocate(missing, found, spare)
         if blocks is None:

@@ -28,11 +28,12 @@ class Body(BaseModel):
             return data
         kept = {}
         known = True
+        fields = {field.alias or name for name, field in cls.model_fields.items()}
         for name, value in data.items():
             if name in cls.unsupported:
                 if value is not None and value not in cls.unsupported[name]:
                     raise PydanticCustomError("unsupported", "is not supported yet; leave it out", {"field": name})
-            elif name in cls.model_fields:
+            elif name in fields:
                 kept[name] = value
             elif name not in cls.ignored and known:  # one is enough to refuse the body, and there may be many
                 known = False

@@ -25,7 +25,9 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from chairlift.api.errors import APIError, bad_request, shown
 from chairlift.api.fields import Body, Unsupported
-from chairlift.scheduling.sampling_params import SEED_BITS, SamplingParams
+from chairlift.api.forms import Choices, JsonSchema, Pattern, ResponseFormat, StructuredOutputs, form_specs
+from chairlift.api.tools import MAX_TOOLS, ToolBody, ToolCallBody, ToolChoice, ToolChoiceField, call_spec
+from chairlift.scheduling.sampling_params import SEED_BITS, SamplingParams, StructuredSpec
 
 MAX_N = 128
 MAX_STOPS = 16
@@ -96,8 +98,8 @@ class GenerationBody(Body):
         "include_stop_str_in_output": (False,),
         "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,),
-        "structured_outputs": (),
-        "response_format": ({"type": "text"},),
+        "guided_decoding_backend": (),
+        "guided_whitespace_pattern": (),
         "store": (False,),
     }
     ignored = frozenset({"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
@@ -127,6 +129,44 @@ class GenerationBody(Body):
     cache_salt: str | None = Field(
         None, min_length=1, max_length=256, description="Only requests with the same salt share computed prompts."
     )
+
+    # ---- the form of the answer ----
+
+    response_format: ResponseFormat | None = Field(None, description="JSON, of any form or of a schema.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="A form of another kind.")
+    guided_json: JsonSchema | None = Field(None, description="The older name of structured_outputs.json.")
+    guided_regex: Pattern | None = Field(None, description="The older name of structured_outputs.regex.")
+    guided_choice: Choices | None = Field(None, description="The older name of structured_outputs.choice.")
+    guided_grammar: Pattern | None = Field(None, description="The older name of structured_outputs.grammar.")
+
+    @model_validator(mode="after")
+    def _one_form_that_can_end(self) -> GenerationBody:
+        if len(self._forms()) > 1:
+            raise PydanticCustomError("forms", "should ask for one form of the answer, not for several")
+        endless = self.ignore_eos or getattr(self, "min_tokens", None)
+        if self._forms() and endless:
+            field = "ignore_eos" if self.ignore_eos else "min_tokens"
+            raise PydanticCustomError(
+                "unsupported", "cannot be kept to where the answer ends with its form; leave it out", {"field": field}
+            )
+        return self
+
+    def _forms(self) -> list[StructuredSpec]:
+        specs = form_specs(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        spec = self.response_format.spec() if self.response_format is not None else None
+        specs += [] if spec is None else [spec]
+        return specs + ([] if self.structured_outputs is None else [self.structured_outputs.spec()])
+
+    @property
+    def structured(self) -> StructuredSpec | None:
+        """The form that the answer must have, if any."""
+        return next(iter(self._forms()), None)
+
+    @property
+    def form_field(self) -> str:
+        """The field that asks for it."""
+        names = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice")
+        return next((name for name in names if getattr(self, name) is not None), "guided_grammar")
 
     @model_validator(mode="after")
     def _options_need_stream(self) -> GenerationBody:
@@ -159,6 +199,7 @@ class GenerationBody(Body):
             stop=self.stop or (),
             stop_token_ids=self.stop_token_ids or (),
             ignore_eos=bool(self.ignore_eos),
+            structured=self.structured,
         )
 
 
@@ -188,7 +229,7 @@ def _as_parts(value: object) -> object:
 class MessageBody(Body):
     """One message of a conversation."""
 
-    unsupported: ClassVar[Unsupported] = {"tool_calls": ([],), "function_call": (), "audio": (), "refusal": ()}
+    unsupported: ClassVar[Unsupported] = {"function_call": (), "audio": (), "refusal": ()}
     ignored = frozenset({"name", "annotations"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -200,6 +241,7 @@ class MessageBody(Body):
         ]
         | None
     ) = Field(None, description="The text, whole or in parts.")
+    tool_calls: list[ToolCallBody] | None = Field(None, description="For the role assistant: what it called.")
     tool_call_id: str | None = Field(None, description="For the role tool: the call that this answers.")
 
     @model_validator(mode="after")
@@ -221,8 +263,6 @@ class ChatBody(GenerationBody):
 
     unsupported: ClassVar[Unsupported] = GenerationBody.unsupported | {
         "top_logprobs": (0,),
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
@@ -231,15 +271,23 @@ class ChatBody(GenerationBody):
         "reasoning_effort": ("none",),
         "verbosity": ("medium",),
         "web_search_options": (),
-        "continue_final_message": (False,),
     }
-    ignored = GenerationBody.ignored | {"parallel_tool_calls"}
 
     messages: list[MessageBody] = Field(min_length=1, fail_fast=True, description="The conversation so far.")
     max_completion_tokens: int | None = Field(
         None, ge=1, description="The newer name of max_tokens, which it overrides. Default: up to the model's length."
     )
+    tools: list[ToolBody] | None = Field(
+        None, max_length=MAX_TOOLS, fail_fast=True, description="What the model may call."
+    )
+    tool_choice: ToolChoiceField | None = Field(
+        None, description="Whether it may call, must, or must call a certain function. Default: auto."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="Whether one answer may call twice. Default: true.")
     add_generation_prompt: bool | None = Field(None, description="End the prompt with the assistant's turn begun.")
+    continue_final_message: bool | None = Field(
+        None, description="Go on with the last message, an assistant's, instead of a new one."
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="More variables for the chat template.")
 
     @field_validator("chat_template_kwargs")
@@ -248,6 +296,44 @@ class ChatBody(GenerationBody):
         if reserved := TEMPLATE_VARIABLES & (value or {}).keys():
             raise PydanticCustomError("reserved", f"should not set {min(reserved)}, which the request's own fields do")
         return value
+
+    @model_validator(mode="after")
+    def _tools_fit(self) -> ChatBody:
+        names = [tool.function.name for tool in self.tools or ()]
+        choice = self.tool_choice or ToolChoice("auto")
+        problem = None
+        if len(set(names)) < len(names):
+            problem = "tools", "should not have two functions of one name"
+        elif choice.mode in ("required", "named") and not names:
+            problem = "tool_choice", "is set to force a call, so tools is needed"
+        elif choice.mode == "named" and choice.name not in names:
+            problem = "tool_choice", "names a function that is not among the tools"
+        elif choice.mode in ("required", "named") and super().structured is not None:
+            problem = super().form_field, "cannot be kept to by a call, which tool_choice forces; leave one out"
+        elif self.continue_final_message and (self.add_generation_prompt or self.messages[-1].role != "assistant"):
+            problem = "continue_final_message", "is for a last message of the assistant, without add_generation_prompt"
+        if problem is not None:
+            raise PydanticCustomError("unsupported", problem[1], {"field": problem[0]})
+        return self
+
+    @property
+    def tools_in_use(self) -> list[ToolBody]:
+        """What the model may call: nothing where tool_choice is none."""
+        return [] if self.tool_choice == ToolChoice("none") else self.tools or []
+
+    @property
+    def structured(self) -> StructuredSpec | None:
+        """The form that the answer must have, if any: of what is asked for, or of a forced call."""
+        forced = call_spec(
+            self.tools or (), self.tool_choice or ToolChoice("auto"), parallel=self.parallel_tool_calls is not False
+        )
+        return forced or super().structured
+
+    @property
+    def form_field(self) -> str:
+        """The field that asks for it."""
+        forces = self.tool_choice is not None and self.tool_choice.mode in ("required", "named")
+        return "tools" if forces else super().form_field
 
     @property
     def requested_max_tokens(self) -> int | None:

@@ -121,7 +121,7 @@ async def test_an_unknown_model(client: httpx.AsyncClient, path: str) -> None:
         ("temperature", 2.5), ("temperature", "hot"), ("top_p", 0), ("top_p", 1.1), ("n", 0), ("n", 1000), ("stop", ""),
         ("stop", [""]), ("stop", 5), ("seed", "x"), ("seed", 2**64), ("stream", "yes"), ("stop_token_ids", [-1]),
         ("stop_token_ids", [300]), ("stop_token_ids", [2**80]), ("max_token", 5), ("logit_bias", {"1": 1}),
-        ("logprobs", True), ("presence_penalty", 1), ("response_format", {"type": "json_object"}), ("top_k", -2),
+        ("logprobs", True), ("presence_penalty", 1), ("top_k", -2),
         ("min_p", 2), ("stream_options", {"include_usage": True}), ("model", 5),
     ],
 )  # fmt: skip

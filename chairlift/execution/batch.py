@@ -13,7 +13,6 @@ from torch import Tensor
 
 from chairlift.model.attention.base import BatchLayout
 from chairlift.scheduling.plan import SequenceChunk, StepPlan
-from chairlift.scheduling.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +23,17 @@ class Batch:
         token_ids: [T] int64.
         positions: [T] int64, each row's position in its sequence.
         layout: where the rows lie and where their keys and values go.
-        sampled_rows: [S] int64, the rows whose logits are wanted, in plan order.
-        sampling: how to sample each of them.
-        sample_positions: the position of each token that is sampled.
-        sampled_ids: the request of each.
+        sampled_rows: [S] int64, the rows from whose logits a token is chosen, in plan order.
+        sampled: the chunk of each.
+        targets: chunks with prompt tokens whose logprobs are due, and the row in which the first is looked up.
     """
 
     token_ids: Tensor
     positions: Tensor
     layout: BatchLayout
     sampled_rows: Tensor
-    sampling: Sequence[SamplingParams]
-    sample_positions: Sequence[int]
-    sampled_ids: Sequence[str]
+    sampled: Sequence[SequenceChunk]
+    targets: Sequence[tuple[SequenceChunk, int]]
 
 
 def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
@@ -71,9 +68,12 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
         positions=to_device(positions),
         layout=layout,
         sampled_rows=to_device(rows),
-        sampling=[chunk.sampling for chunk in chunks if chunk.sampling is not None],
-        sample_positions=[chunks[i].sample_position for i in sampled],
-        sampled_ids=[chunks[i].request_id for i in sampled],
+        sampled=[chunks[i] for i in sampled],
+        targets=[
+            (chunk, int(bounds[i]) + chunk.prompt_targets.first_row)
+            for i, chunk in enumerate(chunks)
+            if chunk.prompt_targets is not None
+        ],
     )
 
 

@@ -94,9 +94,9 @@ class LocalExecutor:
         )
         self._runner: ModelRunner | None = _runner(model, attention, num_blocks, config.block_size, num_host_blocks)
         # Kernels compile when they first run: that is now, and not in somebody's first token.
-        _, failed = self._runner.run(StepLimits(8, 2, min(8, max_model_len), config.block_size).largest_step())
-        if failed:
-            raise NonFiniteLogitsError(range(len(failed)), f"the first step of {source.name}")
+        first = self._runner.run(StepLimits(8, 2, min(8, max_model_len), config.block_size).largest_step())
+        if first.failed:
+            raise NonFiniteLogitsError(range(len(first.failed)), f"the first step of {source.name}")
         recompute, swap = _measure_speeds(self._runner, limits) if num_host_blocks else (0.0, 0.0)
         self._capacity = Capacity(
             num_blocks=num_blocks,
@@ -130,8 +130,9 @@ class LocalExecutor:
             raise RuntimeError("the executor is closed")
         started = time.perf_counter()
         # Sampled tokens come back as numbers, so the device has finished when they are here.
-        tokens, failed = self._runner.run(plan)
-        return StepResult(tokens, time.perf_counter() - started, failed)
+        done = self._runner.run(plan)
+        elapsed = time.perf_counter() - started
+        return StepResult(done.token_ids, elapsed, done.failed, done.logprobs, done.prompt_logprobs)
 
     def close(self) -> None:
         """Frees the weights and the KV cache. Safe to call twice."""

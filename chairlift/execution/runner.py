@@ -1,17 +1,41 @@
-"""Runs one step of a model: plan, batch, forward pass, logits of the sampled rows, tokens."""
+"""Runs one step of a model: plan, batch, forward pass, logits of the rows that are asked for, tokens."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from chairlift.execution.batch import build_batch
+from chairlift.execution.adjust import adjust, forbid
+from chairlift.execution.batch import Batch, build_batch
 from chairlift.execution.kv_store import KVStore
-from chairlift.execution.sampler import NonFiniteLogitsError, sample
+from chairlift.execution.logprobs import token_logprobs
+from chairlift.execution.sampler import MAX_NUMBERS, NonFiniteLogitsError, sample
 from chairlift.model.attention.base import AttentionBackend
 from chairlift.model.llama import CausalLM
-from chairlift.scheduling.plan import StepPlan
+from chairlift.scheduling.plan import SequenceChunk, StepPlan, TokenLogprob
+
+
+@dataclass(slots=True)
+class StepOutcome:
+    """What came of a step.
+
+    Attributes:
+        token_ids: the sampled tokens, in plan order.
+        failed: by request id, why the model's scores for it are nonsense, where they are: the token in its place is
+            then one of no meaning.
+        logprobs: of each token, where they are wanted; empty where nobody wants any.
+        prompt_logprobs: of the prompt tokens that were due, by request id.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -35,33 +59,50 @@ class ModelRunner:
         self.device = device
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> tuple[list[int], dict[str, str]]:
-        """Computes a plan.
-
-        Returns:
-            Its sampled tokens, in plan order, and by request id why the model's scores for it are nonsense, where they
-            are: the token in its place is then one of no meaning.
-        """
+    def run(self, plan: StepPlan) -> StepOutcome:
+        """Computes a plan."""
         if plan.swap_out or plan.swap_in:
             self._swap(plan)
+        outcome = StepOutcome()
         if not plan.chunks:
-            return [], {}
+            return outcome
         batch = build_batch(plan, self.block_size, self.device)
         metadata = self.attention.prepare(batch.layout)
         hidden = self.model(batch.token_ids, batch.positions, self.kv.layers, self.attention, metadata)
-        if not batch.sampled_ids:
-            return [], {}
+        for chunk, row in batch.targets:
+            self._score_prompt(hidden, chunk, row, plan.step, outcome)
+        if batch.sampled:
+            self._choose(hidden, batch, plan.step, outcome)
+        return outcome
+
+    def _score_prompt(self, hidden: Tensor, chunk: SequenceChunk, row: int, step: int, outcome: StepOutcome) -> None:
+        """Looks prompt tokens up, a few rows at a time: the logits of a long prompt would fill the memory."""
+        targets = chunk.prompt_targets
+        assert targets is not None  # noqa: S101 - of a chunk that has some
+        scores: list[TokenLogprob] = []
+        size = max(1, MAX_NUMBERS[self.device.type] // self.model.config.vocab_size)
+        for first in range(0, len(targets.token_ids), size):
+            token_ids = targets.token_ids[first : first + size]
+            logits = self.model.logits(hidden[row + first : row + first + len(token_ids)])
+            scores += token_logprobs(logits, token_ids, [targets.num_top] * len(token_ids))
+        if not all(math.isfinite(score.logprob) for score in scores):
+            of = f"request {chunk.request_id} in step {step}"
+            outcome.failed[chunk.request_id] = str(NonFiniteLogitsError([row], of))
+        outcome.prompt_logprobs[chunk.request_id] = scores
+
+    def _choose(self, hidden: Tensor, batch: Batch, step: int, outcome: StepOutcome) -> None:
+        """Samples the rows that are due, with the logprobs that are wanted."""
+        chunks = batch.sampled
         logits = self.model.logits(hidden[batch.sampled_rows])
-        try:
-            return sample(logits, batch.sampling, batch.sample_positions), {}
-        except NonFiniteLogitsError as error:
-            # The others of the batch, whose rows are sound, lose nothing.
-            failed = {}
-            for row in error.rows:
-                of = f"request {batch.sampled_ids[row]} in step {plan.step}"
-                failed[batch.sampled_ids[row]] = str(NonFiniteLogitsError([row], of))
-                logits[row] = 0
-            return sample(logits, batch.sampling, batch.sample_positions), failed
+        forbid(logits, chunks)
+        num_tops = {row: n for row, c in enumerate(chunks) if c.sampling and (n := c.sampling.logprobs) is not None}
+        raw = logits[list(num_tops)] if num_tops else None
+        adjust(logits, chunks)
+        outcome.token_ids = _sample_sound(logits, chunks, step, outcome.failed)
+        if raw is not None:
+            tokens = [outcome.token_ids[row] for row in num_tops]
+            scores = dict(zip(num_tops, token_logprobs(raw, tokens, list(num_tops.values())), strict=True))
+            outcome.logprobs = [scores.get(row) for row in range(len(chunks))]
 
     def _swap(self, plan: StepPlan) -> None:
         """Moves blocks before anything is written: a block that is swapped out may be somebody else's in this step."""
@@ -71,3 +112,20 @@ class ModelRunner:
             self.host.copy_from(self.kv, plan.swap_out)
         if plan.swap_in:
             self.kv.copy_from(self.host, plan.swap_in)
+
+
+def _sample_sound(logits: Tensor, chunks: Sequence[SequenceChunk], step: int, failed: dict[str, str]) -> list[int]:
+    """Samples each row. One whose logits are nonsense is told of in ``failed`` and costs the others nothing."""
+    params = [chunk.sampling for chunk in chunks if chunk.sampling is not None]
+    positions = [chunk.sample_position for chunk in chunks]
+    try:
+        return sample(logits, params, positions)
+    except NonFiniteLogitsError as error:
+        for row in error.rows:
+            of = f"request {chunks[row].request_id} in step {step}"
+            nothing_left = chunks[row].allowed is not None and float(logits[row].max()) == -math.inf
+            failed[chunks[row].request_id] = (
+                f"the form of {of} allows no token any more" if nothing_left else str(NonFiniteLogitsError([row], of))
+            )
+            logits[row] = 0
+        return sample(logits, params, positions)

@@ -7,7 +7,7 @@ import torch
 from chairlift.execution.batch import build_batch
 from chairlift.execution.kv_store import KVStore, kv_bytes_per_token
 from chairlift.model.config import ModelConfig
-from chairlift.scheduling.plan import RowCounts, SequenceChunk, StepPlan
+from chairlift.scheduling.plan import PromptTargets, RowCounts, SequenceChunk, StepPlan
 from chairlift.scheduling.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, seed=0)
@@ -37,9 +37,10 @@ def test_rows_of_a_mixed_step() -> None:
     assert layout.slot_mapping.tolist() == [4 * 4 + 2, 28, 29, 30, 5 * 4 + 3, 8 * 4]
     assert (layout.max_query_len, layout.max_seq_len) == (3, 7)
     assert batch.sampled_rows.tolist() == [0, 5]
-    assert batch.sampling == [GREEDY, WARM]
-    assert batch.sample_positions == [7, 5]
-    assert batch.sampled_ids == ["decode", "last chunk"]
+    assert [(c.request_id, c.sampling, c.sample_position) for c in batch.sampled] == [
+        ("decode", GREEDY, 7), ("last chunk", WARM, 5),
+    ]  # fmt: skip
+    assert batch.targets == []
     assert {t.dtype for t in (batch.token_ids, batch.positions, layout.slot_mapping, batch.sampled_rows)} == {
         torch.int64
     }
@@ -57,13 +58,21 @@ def test_padding_is_computed_and_not_sampled() -> None:
     assert batch.layout.seq_lens.tolist() == [4, 4]
     assert batch.layout.slot_mapping.tolist() == [12, 13, 14, 15, 4, 5, 6, 7]
     assert batch.sampled_rows.tolist() == [1, 7]
-    assert batch.sample_positions == [2, 4]
+    assert [chunk.sample_position for chunk in batch.sampled] == [2, 4]
 
 
 def test_a_step_that_samples_nothing() -> None:
     batch = build_batch(plan(SequenceChunk("chunk", [1, 2], 2, [0], None)), 4, torch.device("cpu"))
     assert batch.sampled_rows.tolist() == []
-    assert batch.sampled_ids == []
+    assert batch.sampled == []
+
+
+def test_prompt_tokens_whose_logprobs_are_due_know_their_rows() -> None:
+    first = SequenceChunk("a", [1, 2, 3], 0, [0], None, prompt_targets=PromptTargets(0, 0, [2, 3, 4]))
+    again = SequenceChunk("b", [5, 6, 7, 8], 4, [1, 2], WARM, prompt_targets=PromptTargets(2, 2, [8]))
+    batch = build_batch(plan(first, SequenceChunk("c", [9], 0, [3], GREEDY), again), 4, torch.device("cpu"))
+    assert batch.targets == [(first, 0), (again, 6)]
+    assert batch.sampled_rows.tolist() == [3, 7]
 
 
 def test_kv_store() -> None:

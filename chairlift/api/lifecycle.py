@@ -78,7 +78,6 @@ class Lifecycle:
         self.open: set[OpenRequest] = set()
         self._timeout = request_timeout
         self._max_open = max_open
-        self._changed = asyncio.Event()
         self._on_drain: list[Callable[[], None]] = []
 
     def on_drain(self, callback: Callable[[], None]) -> None:
@@ -95,14 +94,8 @@ class Lifecycle:
 
     def end_all(self, error: APIError) -> None:
         """Ends every open request with ``error``."""
-        for request in self.open:
+        for request in list(self.open):
             request.end(error)
-
-    async def idle(self) -> None:
-        """Waits until no request is open."""
-        while self.open:
-            self._changed.clear()
-            await self._changed.wait()
 
     def refusal(self) -> APIError | None:
         """What a request that comes now is to be told instead of an answer, if anything."""
@@ -125,7 +118,6 @@ class Lifecycle:
             if timer is not None:
                 timer.cancel()
             self.open.discard(request)
-            self._changed.set()
 
 
 class Admission:

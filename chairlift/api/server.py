@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
+import ssl
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
+from pathlib import Path
 from typing import Any, TypeVar
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from chairlift.api.errors import APIError
+from chairlift.api.lifecycle import Lifecycle, shutting_down
+from chairlift.api.stream import encode_json
+from chairlift.config import ConfigError, ServerConfig
+
+logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
 MAX_HEAD_BYTES = 64 * 1024
@@ -20,6 +32,13 @@ MAX_HEAD_BYTES = 64 * 1024
 KEEP_ALIVE_SECONDS = 75
 """Longer than the usual idle limit of clients and proxies, so that it is they who close idle connections: a server
 that closes first does so, now and then, just as a request arrives."""
+
+LAST_WORDS_SECONDS = 1.0
+"""Time for an answer that is cut off to say so, and for a client to take it."""
+PROBE_SECONDS = 0.1
+"""Between two looks whether a client that sends no more is still there."""
+POLL_SECONDS = 0.02
+INTERIM_RESPONSE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -59,11 +78,58 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def url_of(sock: socket.socket) -> str:
+def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
+    """Returns what TLS needs, or ``None`` where none is asked for.
+
+    Raises:
+        ConfigError: a file cannot be read or is not what its flag names.
+    """
+    if config.ssl_certfile is None or config.ssl_keyfile is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    for flag, path in (("--ssl-certfile", config.ssl_certfile), ("--ssl-keyfile", config.ssl_keyfile)):
+        _check_readable(flag, path)
+    try:
+        # Without a way to ask, so that an encrypted key is an error and not a prompt that nobody sees.
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password=lambda: "")
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError(
+            f"--ssl-certfile {config.ssl_certfile} and --ssl-keyfile {config.ssl_keyfile} are not a PEM certificate "
+            f"and its unencrypted PEM key ({_reason(error)})"
+        ) from error
+    if config.ssl_ca_certs is not None:
+        _check_readable("--ssl-ca-certs", config.ssl_ca_certs)
+        try:
+            context.load_verify_locations(config.ssl_ca_certs)
+        except ssl.SSLError as error:
+            raise ConfigError(
+                f"--ssl-ca-certs {config.ssl_ca_certs} has no PEM certificate ({_reason(error)})"
+            ) from error
+        required = ssl.CERT_REQUIRED if config.ssl_cert_reqs is None else ssl.VerifyMode(config.ssl_cert_reqs)
+        context.verify_mode = required
+    return context
+
+
+def _check_readable(flag: str, path: str) -> None:
+    try:
+        with Path(path).open("rb"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"cannot read {flag} {path}: {error.strerror}") from error
+
+
+def _reason(error: Exception) -> str:
+    """What OpenSSL calls the trouble, such as ``KEY_VALUES_MISMATCH``."""
+    return str(getattr(error, "reason", None) or error)
+
+
+def url_of(sock: socket.socket, scheme: str = "http") -> str:
     """Returns the base URL at which this machine reaches ``sock``, such as ``http://127.0.0.1:8000``."""
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared with, not bound to
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -84,12 +150,13 @@ async def serve(
     sock: socket.socket,
     *,
     on_ready: Callable[[str], None] = lambda _: None,
-    shutdown_timeout: int = 30,
-    access_log: bool = False,
+    lifecycle: Lifecycle | None = None,
+    shutdown_timeout: float = 30.0,
+    tls: ssl.SSLContext | None = None,
 ) -> None:
-    """Serves ``app`` until SIGINT, SIGTERM or cancellation, then lets open responses end, and returns.
+    """Serves ``app`` until SIGINT, SIGTERM or cancellation, then lets open requests end, and returns.
 
-    A second signal cuts them off.
+    Meanwhile new requests are still answered: that the server shuts down. A second signal ends open ones at once.
 
     The engine is not closed: whoever made it does that next, when no request can reach it any more.
 
@@ -97,37 +164,51 @@ async def serve(
         app: the application.
         sock: from :func:`bind`; closed at the end.
         on_ready: called with the base URL once requests are answered.
-        shutdown_timeout: seconds that open responses get to end after the signal; then they are cut off.
-        access_log: log a line for each request.
+        lifecycle: of the application; without one, requests that do not end in time are cut off without a word.
+        shutdown_timeout: seconds that open requests get to end after the signal; then they are told why they cannot.
+        tls: from :func:`tls_context`.
     """
     config = uvicorn.Config(
         app,
         http=_Protocol,
         ws="none",
         lifespan="off",
-        log_level="info" if access_log else "warning",
-        access_log=access_log,
+        log_config=None,
+        log_level="warning",
+        access_log=False,
         server_header=False,
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=shutdown_timeout,
+        ssl_context_factory=None if tls is None else lambda _config, _default: tls,
     )
-    server = _Server(config, on_ready=lambda: on_ready(url_of(sock)))
+    scheme = "http" if tls is None else "https"
+    server = _Server(
+        config,
+        on_ready=lambda: on_ready(url_of(sock, scheme)),
+        lifecycle=lifecycle or Lifecycle(),
+        timeout=shutdown_timeout,
+    )
     serving = asyncio.create_task(server.serve([sock]))
     try:
         await asyncio.shield(serving)
     except asyncio.CancelledError:
-        server.should_exit = True
+        server.stop()
         await serving
         raise
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's protocol, with an end to the request line and headers, of which its parser would keep any amount."""
+    """uvicorn's protocol, with an end to the request line and headers, of which its parser would keep any amount.
+
+    A client that closes its sending side after its request still gets the answer. TCP shows the same of one that is
+    gone, until something is sent to it; so it is sent what HTTP lets a server send at any time and clients pass over,
+    an interim response, and one that is gone answers with a reset.
+    """
 
     _in_head = False
     _head_bytes = 0
     _read_bytes = 0
+    _half_closed = False
 
     def data_received(self, data: bytes) -> None:
         self._read_bytes = len(data)
@@ -135,7 +216,8 @@ class _Protocol(HttpToolsProtocol):
         if self._in_head:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-                self.send_400_response(f"The request line and headers are larger than {MAX_HEAD_BYTES} bytes.")
+                message = f"the request line and headers are larger than {MAX_HEAD_BYTES} bytes"
+                self._refuse(APIError(431, message, code="headers_too_large"))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -146,25 +228,117 @@ class _Protocol(HttpToolsProtocol):
         self._in_head = False
         super().on_headers_complete()
 
+    def send_400_response(self, msg: str) -> None:
+        """What uvicorn answers to what is no HTTP."""
+        self._refuse(APIError(400, msg, code="invalid_http"))
+
+    def _refuse(self, error: APIError) -> None:
+        """Answers, unless an answer is under way that this would be taken for a part of, and closes."""
+        if self.cycle is None or self.cycle.response_complete:
+            body = encode_json(error.body).encode()
+            head = (
+                f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.write(head.encode() + body)
+        self.transport.close()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more. Returns whether the connection stays open for an answer to it."""
+        cycle = self.cycle
+        waits = cycle is not None and not cycle.response_complete and not cycle.more_body and not self._in_head
+        # TLS ends as a whole; and of HTTP/1.0 no client passes over an interim response.
+        if not waits or self.scheme == "https" or self.scope["http_version"] == "1.0":
+            return False
+        cycle.keep_alive = False
+        if not self._half_closed:
+            self._half_closed = True
+            self._probe()
+        return True
+
+    def _probe(self) -> None:
+        """Finds out, again and again until the answer begins, whether the client is gone. Then writing it tells."""
+        if not self.transport.is_closing() and not self.cycle.response_started:
+            if not self.pipeline:  # else the answer to an earlier request may be half written
+                self.transport.write(INTERIM_RESPONSE)
+            self.loop.call_later(PROBE_SECONDS, self._probe)
+
+    def shutdown(self) -> None:
+        """Closes the connection if it is idle, or else after the answer that is under way.
+
+        One whose next request is on its way stays until that has been answered.
+        """
+        if self.cycle is not None and self.cycle.response_complete and self._in_head:
+            return
+        if self.cycle is not None:
+            super().shutdown()
+
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which says when it is ready, and returns to its caller after a signal.
+    """uvicorn's server, which says when it is ready, lets requests end, and returns to its caller after a signal.
 
-    uvicorn itself raises the signal again at the end, which would kill the process before the engine is closed.
+    uvicorn itself raises the signal again at the end, which would kill the process before the engine is closed; and it
+    ends what takes too long by cancelling it, of which clients see a broken connection.
     """
 
-    def __init__(self, config: uvicorn.Config, *, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, *, on_ready: Callable[[], None], lifecycle: Lifecycle, timeout: float
+    ) -> None:
         super().__init__(config)
         self._on_ready = on_ready
+        self._lifecycle = lifecycle
+        self._timeout = timeout
+        self._hurried = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_ready()
 
-    def _on_signal(self) -> None:
-        """The first signal lets open responses end; a second one, whichever it is, cuts them off."""
-        self.force_exit = self.should_exit
+    def stop(self) -> None:
+        """The first call lets open requests end; a second one cuts them off."""
+        self._hurried = self.should_exit
         self.should_exit = True
+        self._lifecycle.drain()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Returns when no connection and no request is left."""
+        self._lifecycle.drain()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        await self._requests_end(self._timeout)
+        if self.server_state.tasks:
+            logger.warning("%d requests are ended unfinished", len(self._lifecycle.open))
+            self._lifecycle.end_all(shutting_down())
+            self._hurried = False
+            await self._requests_end(LAST_WORDS_SECONDS)
+        for server in self.servers:
+            server.close()
+        for sock in sockets or ():
+            sock.close()
+        await self._close_connections()
+
+    async def _requests_end(self, seconds: float) -> None:
+        """Waits until no request is open, at most so long, and not after another signal."""
+        deadline = time.monotonic() + seconds
+        while self.server_state.tasks and time.monotonic() < deadline and not self._hurried:
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _close_connections(self) -> None:
+        """Sends what is written, for a while; then drops what nobody takes, and cancels what does not end by that."""
+        for connection in list(self.server_state.connections):
+            connection.transport.close()
+        await self._all_gone()
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        await self._all_gone()
+        for task in list(self.server_state.tasks):
+            task.cancel()
+        await self._all_gone()
+
+    async def _all_gone(self) -> None:
+        deadline = time.monotonic() + LAST_WORDS_SECONDS
+        while (self.server_state.connections or self.server_state.tasks) and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_SECONDS)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -173,7 +347,7 @@ class _Server(uvicorn.Server):
             return
         loop = asyncio.get_running_loop()
         for signum in SIGNALS:
-            loop.add_signal_handler(signum, self._on_signal)
+            loop.add_signal_handler(signum, self.stop)
         try:
             yield
         finally:

@@ -23,14 +23,16 @@ if TYPE_CHECKING:
     from chairlift.text.tokenizer import Tokenizer
 
 
-def build_core(config: EngineConfig, drain: Callable[[], Sequence[Command]]) -> EngineCore:
+def build_core(config: EngineConfig, drain: Callable[[], Sequence[Command]], *, resumes: bool = False) -> EngineCore:
     """Loads the model and returns an engine that is ready for its first step.
+
+    One that ``resumes`` adds to the step log of the engine whose place it takes.
 
     Raises:
         ConfigError: the settings do not fit the model or the machine, or the step log cannot be written.
         ModelError: the model cannot be had, or is not one of those supported.
     """
-    step_log = _open_step_log(config.step_log)  # first: loading takes long
+    step_log = _open_step_log(config.step_log, append=resumes)  # first: loading takes long
     # Here and not above: whoever only talks to an engine should not have to load torch.
     from chairlift.execution.local import LocalExecutor
 
@@ -56,9 +58,9 @@ def _load_tokenizer(config: EngineConfig) -> Tokenizer:
     return load_tokenizer(resolve(config.model, config.revision))
 
 
-def _open_step_log(path: str | None) -> StepLog:
+def _open_step_log(path: str | None, *, append: bool) -> StepLog:
     try:
-        return StepLog(path)
+        return StepLog(path, append=append)
     except OSError as error:
         raise ConfigError(f"cannot write --step-log {path}: {error.strerror}") from error
 

@@ -7,21 +7,30 @@ scheduler and runs the loop.
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
+import logging
 import os
 import queue
 import signal
+import sys
 import threading
-import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from chairlift import logs
 from chairlift.config import ConfigError, EngineConfig
 from chairlift.engine.build import build_core
 from chairlift.engine.core import Command, EngineCore
 from chairlift.engine.executor import Capacity
 from chairlift.model.source import ModelError
 
+logger = logging.getLogger(__name__)
+
 STOP = None  # the last command
+TELL_STACKS = getattr(signal, "SIGUSR1", None)
+"""Signal upon which an engine writes what its threads are doing, even in the middle of a kernel."""
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +88,35 @@ class _Inbox:
         return commands
 
 
-def run_engine(config: EngineConfig, pipe: Connection) -> None:
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What an engine process is started with, beside its settings.
+
+    Attributes:
+        logs: how it logs; ``None`` leaves that as it is.
+        killed_with: process id of the server whose death kills the engine, whatever it is doing; ``None`` where it is
+            to notice by the pipe alone.
+        resumes: it takes the place of one that ended, and continues its step log.
+    """
+
+    logs: logs.LogConfig | None = None
+    killed_with: int | None = None
+    resumes: bool = False
+
+
+def run_engine(config: EngineConfig, pipe: Connection, launch: Launch) -> None:
     """Loads the model, then steps until it is told to stop or its server is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server decides what it means
+    if launch.killed_with is not None:
+        _die_with(launch.killed_with)
+    if launch.logs is not None:
+        logs.configure(launch.logs)
+    faulthandler.enable()
+    if TELL_STACKS is not None:
+        faulthandler.register(TELL_STACKS)
     inbox = _Inbox(pipe)
     try:
-        core = build_core(config, inbox.drain)
+        core = build_core(config, inbox.drain, resumes=launch.resumes)
     except (ConfigError, ModelError, OSError) as error:  # written for the user
         pipe.send(Failed(str(error), expected=True))
         return
@@ -102,9 +134,17 @@ def run_engine(config: EngineConfig, pipe: Connection) -> None:
         core.close()
 
 
+def _die_with(server_pid: int) -> None:
+    """Has the system kill this process when its server ends: one that hangs would not notice by itself."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != server_pid:  # it has ended already
+            os._exit(0)
+
+
 def _failure(error: Exception) -> Failed:
     """An end that nobody foresaw, in one line, which clients get to see; the log has where it happened."""
-    traceback.print_exception(error)
+    logger.error("the engine cannot go on", exc_info=error)
     return Failed(" ".join(f"{type(error).__name__}: {error}".split()))
 
 

@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
+from typing import TextIO
 
 from chairlift.scheduling.plan import StepRecord
 
@@ -17,16 +18,27 @@ logger = logging.getLogger(__name__)
 RING_SIZE = 4096
 
 
+def _open(path: Path, *, append: bool) -> TextIO:
+    file = path.open("a+" if append else "w", encoding="utf-8")
+    if append and (size := file.tell()):
+        file.seek(size - 1)
+        if file.read() != "\n":  # an engine that was killed left half a line
+            file.write("\n")
+    return file
+
+
 class StepLog:
     """Keeps the newest :data:`RING_SIZE` records, and writes each as a line of JSON if there is a path.
+
+    With ``append`` it adds to what the file has.
 
     Adding one costs a few microseconds, and some ten more with a file; a step takes milliseconds.
     """
 
-    def __init__(self, path: str | Path | None = None, ring_size: int = RING_SIZE) -> None:
+    def __init__(self, path: str | Path | None = None, ring_size: int = RING_SIZE, *, append: bool = False) -> None:
         self.records: deque[StepRecord] = deque(maxlen=ring_size)
         # Buffered: a line that waits in memory is written at the latest when the log is closed.
-        self._file = Path(path).open("w", encoding="utf-8") if path is not None else None  # noqa: SIM115
+        self._file = None if path is None else _open(Path(path), append=append)
 
     def add(self, record: StepRecord) -> None:
         """Takes the record of a step."""

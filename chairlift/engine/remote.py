@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import itertools
 import multiprocessing
+import os
 import queue
 import random
 import threading
@@ -19,7 +20,8 @@ from chairlift.config import ConfigError, EngineConfig
 from chairlift.engine.client import EngineDeadError, EngineStats
 from chairlift.engine.core import AbortRequest, AddRequest, Command, StepOutput
 from chairlift.engine.executor import Capacity
-from chairlift.engine.process import STOP, Failed, Ready, run_engine
+from chairlift.engine.process import STOP, TELL_STACKS, Failed, Launch, Ready, run_engine
+from chairlift.logs import LogConfig
 from chairlift.scheduling.plan import SequenceDelta, StepRecord
 from chairlift.scheduling.sampling_params import SEED_BITS, SamplingParams
 
@@ -62,9 +64,14 @@ class RemoteEngine:
 
     :meth:`start` blocks until the model is loaded and can be called before there is an event loop; everything else
     belongs to one event loop. If the child dies, or this process does, the other one notices at once by the pipe.
+
+    Args:
+        config: of the engine.
+        logs: how the child logs; ``None`` leaves that as it is.
+        resumes: it takes the place of an engine that has ended.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, logs: LogConfig | None = None, *, resumes: bool = False) -> None:
         self._config = config
         self._seeds = random.Random(config.seed)  # noqa: S311 - noise for sampling, not a secret
         self._ids = itertools.count()
@@ -74,42 +81,65 @@ class RemoteEngine:
         self._death: str | None = None
         self._capacity: Capacity | None = None
         self._last = StepOutput()
-        self._last_step = self._busy_since = time.monotonic()
+        self._last_step = self._last_word = self._busy_since = time.monotonic()
         context = multiprocessing.get_context("spawn")
         self._pipe, engine_end = context.Pipe()
-        self._process = context.Process(
-            target=run_engine, args=(config, engine_end), name="chairlift-engine", daemon=True
+        # The system kills a child with the thread that started it, which is this process only for the main one.
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        launch = Launch(
+            logs=None if logs is None else replace(logs, process="engine"),
+            killed_with=os.getpid() if in_main_thread else None,
+            resumes=resumes,
         )
+        self._process = context.Process(
+            target=run_engine, args=(config, engine_end, launch), name="chairlift-engine", daemon=True
+        )
+        self._threads = [
+            threading.Thread(target=self._read, name="chairlift-outputs", daemon=True),
+            threading.Thread(target=self._write, name="chairlift-commands", daemon=True),
+        ]
         self._engine_end = engine_end
         self._outbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
 
     @classmethod
-    def start(cls, config: EngineConfig) -> RemoteEngine:
+    def start(cls, config: EngineConfig, logs: LogConfig | None = None) -> RemoteEngine:
         """Starts an engine process and waits until it is ready.
 
         Raises:
             ConfigError: the settings or the model cannot work; the message says what to change.
             EngineDeadError: the engine ended otherwise while loading.
         """
-        engine = cls(config)
-        engine._process.start()
+        engine = cls(config, logs)
+        engine.launch()
+        engine.wait_until_loaded()
+        return engine
+
+    def launch(self) -> None:
+        """Starts the process, which begins to load the model."""
+        self._process.start()
         # However this process ends in good order, the engine does too; it takes no SIGTERM, which is what
         # multiprocessing's own hook would send it.
-        atexit.register(engine._process.kill)
-        engine._engine_end.close()  # the child has its own copy; with this one open its end would never be seen
+        atexit.register(self._process.kill)
+        self._engine_end.close()  # the child has its own copy; with this one open its end would never be seen
+
+    def wait_until_loaded(self) -> None:
+        """Blocks until the engine takes requests. :meth:`kill` ends the wait.
+
+        Raises:
+            ConfigError, EngineDeadError: as :meth:`start`; nothing of the engine is left then.
+        """
         try:
-            message = engine._pipe.recv()
+            message = self._pipe.recv()
         except (EOFError, OSError):
-            raise EngineDeadError(f"the engine process ended while loading ({engine._exit_status()})") from None
+            message = Failed(f"the engine process ended while loading ({self._exit_status()})")
         if isinstance(message, Failed):
-            engine._process.join()
+            self._end_process()
             raise ConfigError(message.message) if message.expected else EngineDeadError(message.message)
         assert isinstance(message, Ready)  # noqa: S101
-        engine._capacity = message.capacity
-        engine._last_step = time.monotonic()
-        threading.Thread(target=engine._read, name="chairlift-outputs", daemon=True).start()
-        threading.Thread(target=engine._write, name="chairlift-commands", daemon=True).start()
-        return engine
+        self._capacity = message.capacity
+        self._last_step = self._last_word = time.monotonic()
+        for thread in self._threads:
+            thread.start()
 
     @property
     def capacity(self) -> Capacity:
@@ -122,6 +152,11 @@ class RemoteEngine:
     def pid(self) -> int | None:
         """The engine's process id."""
         return self._process.pid
+
+    @property
+    def death(self) -> str | None:
+        """Why the engine ended; ``None`` while it has not."""
+        return self._death
 
     async def generate(
         self,
@@ -158,7 +193,8 @@ class RemoteEngine:
         now = time.monotonic()
         last = self._last
         has_work = bool(self._streams)
-        stalled = now - max(self._last_step, self._busy_since)
+        # An engine may wait for a batch to fill, and says until when, by a clock that both processes read.
+        stalled = now - max(self._last_word, self._busy_since, last.wait_until or 0.0)
         return EngineStats(
             running=last.running,
             waiting=last.waiting,
@@ -175,6 +211,20 @@ class RemoteEngine:
         """Calls back after each step, on the event loop, with its record."""
         self._subscribers.append(on_step)
 
+    def excuse(self) -> None:
+        """Starts the clock of ``step_timeout`` anew: the engine may have been stopped together with this process."""
+        self._busy_since = time.monotonic()
+
+    def tell_stacks(self) -> None:
+        """Has the engine write to its error output what its threads are doing, if it still runs at all."""
+        if TELL_STACKS is not None and self._process.pid is not None and self._process.is_alive():
+            os.kill(self._process.pid, TELL_STACKS)
+
+    def kill(self, cause: str) -> None:
+        """Ends the engine whatever it is doing; requests still open get an :class:`EngineDeadError` with ``cause``."""
+        self._die(cause)
+        self._process.kill()
+
     async def close(self) -> None:
         """Ends the engine; requests still open get an :class:`EngineDeadError`."""
         self._die("the engine is shut down")
@@ -182,10 +232,16 @@ class RemoteEngine:
         await asyncio.get_running_loop().run_in_executor(None, self._end_process)
 
     def _end_process(self) -> None:
+        """Waits for the process, kills it if that takes too long, and frees all that belongs to it."""
         self._process.join(CLOSE_TIMEOUT)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
+        atexit.unregister(self._process.kill)
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(CLOSE_TIMEOUT)  # both end with the process
+        self._pipe.close()
 
     def _write(self) -> None:
         """Sends commands, in a thread: an engine that hangs stops taking them, and must not stop the event loop too."""
@@ -224,12 +280,13 @@ class RemoteEngine:
             self._die(message.message)
             return
         self._last = message
+        self._last_word = time.monotonic()
         for delta in message.deltas:
             stream = self._streams.get(delta.request_id)
             if stream is not None:  # else its reader has gone
                 stream.push(delta)
         if message.record is not None:
-            self._last_step = time.monotonic()
+            self._last_step = self._last_word
             for on_step in self._subscribers:
                 on_step(message.record)
 

@@ -165,6 +165,7 @@ class ServerConfig:
         log_level: of what is logged, the least.
         enable_log_requests: log a line for each request when it has ended.
         otlp_traces_endpoint: URL to which traces are sent, by OTLP over HTTP.
+        tool_call_parser: how the model writes calls of tools; ``None`` finds out from its chat template.
     """
 
     api_keys: tuple[str, ...] = field(default=(), repr=False)
@@ -185,6 +186,7 @@ class ServerConfig:
     log_level: str = "info"
     enable_log_requests: bool = False
     otlp_traces_endpoint: str | None = None
+    tool_call_parser: str | None = None
 
     def __post_init__(self) -> None:
         if not all(self.api_keys):

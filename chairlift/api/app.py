@@ -15,6 +15,7 @@ from chairlift.api.auth import RequireKey
 from chairlift.api.chat import create_chat_completion
 from chairlift.api.completions import create_completion
 from chairlift.api.errors import APIError
+from chairlift.api.forms import FormChecker
 from chairlift.api.generation import Frontend
 from chairlift.api.lifecycle import Admission, Lifecycle
 from chairlift.api.observe import REQUEST_ID, Observe
@@ -24,6 +25,7 @@ from chairlift.config import ServerConfig
 from chairlift.engine.client import AsyncEngineClient
 from chairlift.engine.metrics import EngineMetrics, MeteredEngine
 from chairlift.text.tokenizer import Tokenizer
+from chairlift.text.tool_calls import detect_parser
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for an answer that nobody waits for; it is never sent, but logs show it."""
@@ -60,6 +62,8 @@ def create_app(
         metrics,
         tuple(served_model_names),
         config.max_body_size,
+        FormChecker(tokenizer, engine.capacity),
+        config.tool_call_parser or detect_parser(tokenizer.chat_template.source),
         max_open_sequences,
     )
     lifecycle = lifecycle or Lifecycle(config.request_timeout, max_open_sequences)

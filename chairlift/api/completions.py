@@ -25,6 +25,7 @@ async def create_completion(frontend: Frontend, request: Request) -> Response:
     body = parse(CompletionBody, await read_json(request, frontend.max_body_bytes))
     frontend.check_model(body.model)
     frontend.check_choices(len(body.prompt), body, "prompt")
+    await frontend.check_form(body)
     prompts = await _token_ids(frontend, body)
     max_tokens = body.requested_max_tokens or COMPLETION_MAX_TOKENS
     outputs = frontend.outputs(prompts, body, max_tokens=max_tokens, param="prompt")

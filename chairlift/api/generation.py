@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from chairlift.api.errors import APIError, bad_request, engine_failed, shown
+from chairlift.api.forms import FormChecker
 from chairlift.api.schema import GenerationBody
 from chairlift.engine.client import AsyncEngineClient, EngineDeadError
 from chairlift.engine.metrics import EngineMetrics
+from chairlift.engine.structured import FormError
 from chairlift.text.errors import PromptError
 from chairlift.text.output import OutputStream, SequenceError
 from chairlift.text.tokenizer import Tokenizer
@@ -38,6 +40,9 @@ class Frontend:
         metrics: of the engine.
         served_model_names: what clients may call the model.
         max_body_bytes: larger request bodies are refused.
+        forms: finds out whether the form that an answer must have can be followed.
+        tool_call_parser: how the model writes calls of tools, as :data:`~chairlift.text.tool_calls.PARSERS` names it;
+            ``None`` where that is not known.
         max_open_sequences: most sequences that may be unfinished; ``None`` for any number.
     """
 
@@ -46,6 +51,8 @@ class Frontend:
     metrics: EngineMetrics
     served_model_names: Sequence[str]
     max_body_bytes: int
+    forms: FormChecker
+    tool_call_parser: str | None = None
     max_open_sequences: int | None = None
 
     def check_room(self, num_new: int) -> None:
@@ -79,6 +86,15 @@ class Frontend:
                 "send fewer at once",
                 param,
             )
+
+    async def check_form(self, body: GenerationBody) -> None:
+        """Raises a 400 :class:`APIError` if the answer must have a form that cannot be followed."""
+        if body.structured is not None:
+            try:
+                await self.forms.check(body.structured)
+            except FormError as error:
+                message = f"{body.form_field} asks for a form that cannot be followed: {error}"
+                raise bad_request(message, body.form_field, code="invalid_form") from None
 
     async def encode(self, texts: Sequence[str], param: str, *, add_special_tokens: bool) -> list[list[int]]:
         """Returns the token ids of each text, all from the field ``param``.

@@ -30,11 +30,17 @@ encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 GOES_ON = '"finish_reason":null,"stop_reason":null'
 
 
-def ending_of(delta: OutputDelta) -> str:
-    """The fields of a choice that say whether and how it ended, as JSON without the braces."""
+def ending_of(delta: OutputDelta, finish_reason: str | None = None) -> str:
+    """The fields of a choice that say whether and how it ended, as JSON without the braces.
+
+    Args:
+        delta: the newest of the choice.
+        finish_reason: stands in for the delta's own.
+    """
     if delta.finish_reason is None:
         return GOES_ON
-    return f'"finish_reason":{encode_json(delta.finish_reason)},"stop_reason":{encode_json(delta.stop_reason)}'
+    reason = finish_reason or delta.finish_reason
+    return f'"finish_reason":{encode_json(reason)},"stop_reason":{encode_json(delta.stop_reason)}'
 
 
 def event(data: object) -> bytes:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -64,6 +64,19 @@ class ChatTemplate:
             return template.render(variables)
         except Exception as error:  # template code may fail in any way that Python can
             raise ChatTemplateError(f"the model's chat template does not accept this request: {error}") from error
+
+    @property
+    def source(self) -> str:
+        """The template for chat with tools where there is one, else the one for plain chat; empty if there is none."""
+        return self._templates.get("tool_use", self._templates.get("default", ""))
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether tools make a difference to what is rendered."""
+        try:
+            return "tools" in meta.find_undeclared_variables(_environment().parse(self.source))
+        except jinja2.TemplateError:
+            return False
 
     def _template(self, name: str) -> jinja2.Template:
         if name not in self._templates:

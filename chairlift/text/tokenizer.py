@@ -43,6 +43,7 @@ class Tokenizer:
         special_token_ids: tokens that are not text, left out where special tokens are skipped.
         strips_first_space: whether the first space of a text is the tokenizer's own and no part of the text
             (SentencePiece).
+        chat_template: the model's; without any template where it has none.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Tokenizer:
         self._decoding = _Decoding.of(backend)
         self._added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
         self._bytes: dict[int, bytes] = {}
-        self._chat_template = chat_template
+        self.chat_template = chat_template or ChatTemplate({})
         self.bos_token_id = bos_token_id
         self.eos_token_ids = tuple(eos_token_ids)
         self.special_token_ids = frozenset(
@@ -132,8 +133,7 @@ class Tokenizer:
         Raises:
             ChatTemplateError: the model has no template, or the template does not accept these messages.
         """
-        template = self._chat_template or ChatTemplate({})
-        return template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
+        return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,11 @@ def byte_tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
+def make_tokenizer() -> Callable[[], Tokenizer]:
+    return byte_tokenizer
+
+
+@pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
 

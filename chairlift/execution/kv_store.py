@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chairlift.model.attention.base import LayerKV
+from chairlift.model.attention.base import LayerKVs
 from chairlift.model.config import ModelConfig
 
 
@@ -30,13 +30,10 @@ class KVStore:
     ) -> None:
         self.num_blocks = num_blocks
         heads, width = config.num_kv_heads, config.head_dim
-        self.layers = [
-            LayerKV(
-                key=_zeros((num_blocks, heads, width, block_size), dtype, device),
-                value=_zeros((num_blocks, heads, block_size, width), dtype, device),
-            )
-            for _ in range(config.num_layers)
-        ]
+        shape = (config.num_layers, num_blocks, heads)
+        self.layers = LayerKVs(
+            _zeros((*shape, width, block_size), dtype, device), _zeros((*shape, block_size, width), dtype, device)
+        )
 
     def copy_from(self, source: KVStore, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies blocks of every layer from ``source``, which may be on another device.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -30,6 +31,30 @@ class LayerKV:
     def block_size(self) -> int:
         """Tokens in a block."""
         return self.value.shape[2]
+
+
+class LayerKVs(Sequence[LayerKV]):
+    """The caches of all layers, of one piece: a kernel that runs a whole step has them all at hand.
+
+    Args:
+        keys: [num_layers, num_blocks, num_kv_heads, head_dim, block_size].
+        values: [num_layers, num_blocks, num_kv_heads, block_size, head_dim].
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys = keys
+        self.values = values
+        self._layers = [LayerKV(key, value) for key, value in zip(keys, values, strict=True)]
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    @overload
+    def __getitem__(self, index: int) -> LayerKV: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[LayerKV]: ...
+    def __getitem__(self, index: int | slice) -> LayerKV | Sequence[LayerKV]:
+        return self._layers[index]
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,13 +75,13 @@ class CpuAttention(AttentionBackend[CpuMetadata]):
             raise ValueError(reason)
         self._group = num_heads // num_kv_heads
         self._tile_tokens = max(1, TILE_ROWS // self._group)
-        self._threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
-        self._tile_rows = -(-self._tile_tokens * self._group // ROWS) * ROWS
+        self.num_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
+        self.tile_rows = -(-self._tile_tokens * self._group // ROWS) * ROWS
 
     def prepare(self, layout: BatchLayout) -> CpuMetadata:
         """See :meth:`AttentionBackend.prepare`."""
         # Numba keeps this for each calling thread, and an engine may have been built on another.
-        numba.set_num_threads(self._threads)
+        numba.set_num_threads(self.num_threads)
         return CpuMetadata(
             layout.query_start.numpy(),
             layout.seq_lens.numpy(),
@@ -100,12 +100,10 @@ class CpuAttention(AttentionBackend[CpuMetadata]):
     ) -> Tensor:
         """See :meth:`AttentionBackend.forward`."""
         window = sliding_window or 0
-        plan = metadata.plans.get(window)
-        if plan is None:
-            plan = metadata.plans[window] = self._plan(metadata, window)
-        shape = Shape(self.num_heads, self.num_kv_heads, self.head_dim, self.block_size, window, self._tile_rows)
+        plan = self.plan(metadata, window)
+        shape = Shape(self.num_heads, self.num_kv_heads, self.head_dim, self.block_size, window, self.tile_rows)
         output = torch.empty(query.shape, dtype=query.dtype)
-        partial = np.empty((plan.num_partials, self._tile_rows, self.head_dim + 2), np.float32)
+        partial = np.empty((plan.num_partials, self.tile_rows, self.head_dim + 2), np.float32)
         strides = (query.stride(0), key.stride(0), value.stride(0))
         paged_attention(
             _rows(query), _rows(key), _rows(value), strides, _flat(kv.key), _flat(kv.value),
@@ -113,6 +111,13 @@ class CpuAttention(AttentionBackend[CpuMetadata]):
             np.float32(self.scale * LOG2_E), shape, partial, _flat(output),
         )  # fmt: skip
         return output
+
+    def plan(self, metadata: CpuMetadata, window: int) -> WorkPlan:
+        """The step's work for a window (0 for none), made when it is first asked for."""
+        plan = metadata.plans.get(window)
+        if plan is None:
+            plan = metadata.plans[window] = self._plan(metadata, window)
+        return plan
 
     def _plan(self, metadata: CpuMetadata, window: int) -> WorkPlan:
         """Cuts the step into tiles, long ones into pieces, and deals them out to the threads by cost."""
@@ -126,8 +131,8 @@ class CpuAttention(AttentionBackend[CpuMetadata]):
         span = position + num_rows - first
 
         cost = span * -(-num_rows * self._group // ROWS)
-        share = max(1, int(cost.sum()) * self.num_kv_heads // (self._threads * ITEMS_PER_THREAD))
-        pieces = np.clip(-(-cost // share), 1, np.maximum(1, span // MIN_SPLIT)) if self._threads > 1 else 1
+        share = max(1, int(cost.sum()) * self.num_kv_heads // (self.num_threads * ITEMS_PER_THREAD))
+        pieces = np.clip(-(-cost // share), 1, np.maximum(1, span // MIN_SPLIT)) if self.num_threads > 1 else 1
         length = -(-span // (pieces * SEGMENT)) * SEGMENT
         pieces = -(-span // length)
 
@@ -165,7 +170,7 @@ class CpuAttention(AttentionBackend[CpuMetadata]):
     def _deal(self, cost: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
         """Bounds of each thread's run of items, so that the runs cost about the same."""
         done = np.cumsum(cost) - cost / 2
-        bounds: npt.NDArray[np.int64] = np.searchsorted(done, done[-1] * np.arange(self._threads + 1) / self._threads)
+        bounds: npt.NDArray[np.int64] = np.searchsorted(done, done[-1] * np.arange(self.num_threads + 1) / self.num_threads)
         bounds[-1] = len(cost)
         return bounds
 

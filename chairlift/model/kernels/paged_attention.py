@@ -163,7 +163,7 @@ def _gather_keys(bits: Any, keys: Any, table: Any, head: int, first: int, last: 
 
 
 @_inner
-def _fetch(keys: Any, values: Any, table: Any, head: int, first: int, last: int, shape: Any) -> None:
+def fetch(keys: Any, values: Any, table: Any, head: int, first: int, last: int, shape: Any) -> None:
     """Asks for the blocks of tokens [first, last), which lie too far apart for the processor to foresee."""
     size = shape.head_dim * shape.block_size
     for i in range(first // shape.block_size, (last - 1) // shape.block_size + 1):
@@ -174,7 +174,7 @@ def _fetch(keys: Any, values: Any, table: Any, head: int, first: int, last: int,
 
 
 @_inner
-def _attend(item: Any, keys: Any, values: Any, table: Any, shape: Any, scratch: Any) -> None:
+def attend_item(item: Any, keys: Any, values: Any, table: Any, shape: Any, scratch: Any) -> None:
     """Attends with the rows in ``scratch.query`` to the item's tokens; leaves the state of the softmax in scratch."""
     group = shape.num_heads // shape.num_kv_heads
     dim, block_size, head = shape.head_dim, shape.block_size, item[KV_HEAD]
@@ -182,7 +182,7 @@ def _attend(item: Any, keys: Any, values: Any, table: Any, shape: Any, scratch: 
     for first in range(item[FIRST], item[LAST], SEGMENT):
         last = min(first + SEGMENT, item[LAST])
         if last < item[LAST]:
-            _fetch(keys, values, table, head, last, min(last + SEGMENT, item[LAST]), shape)
+            fetch(keys, values, table, head, last, min(last + SEGMENT, item[LAST]), shape)
         if block_size < LANES:
             _gather_keys(keys, scratch.keys, table, head, first, last, shape)
         for row in range(0, num_rows, ROWS):
@@ -204,7 +204,7 @@ def _attend(item: Any, keys: Any, values: Any, table: Any, shape: Any, scratch: 
 
 
 @_inner
-def _start(item: Any, query: Any, stride: int, scale: float, shape: Any, scratch: Any) -> None:
+def start_item(item: Any, query: Any, stride: int, scale: float, shape: Any, scratch: Any) -> None:
     """Loads the item's query rows, scaled, and clears the state of its softmax."""
     group, dim = shape.num_heads // shape.num_kv_heads, shape.head_dim
     num_rows = item[NUM_ROWS] * group
@@ -222,7 +222,7 @@ def _start(item: Any, query: Any, stride: int, scale: float, shape: Any, scratch
 
 
 @_inner
-def _finish(item: Any, output: Any, shape: Any, scratch: Any) -> None:
+def finish_item(item: Any, output: Any, shape: Any, scratch: Any) -> None:
     """Divides by the sums of the weights and writes the rows out."""
     group, dim = shape.num_heads // shape.num_kv_heads, shape.head_dim
     zero = splat(np.float32(0))
@@ -234,7 +234,7 @@ def _finish(item: Any, output: Any, shape: Any, scratch: Any) -> None:
 
 
 @_inner
-def _keep_partial(item: Any, partial: Any, shape: Any, scratch: Any) -> None:
+def keep_partial(item: Any, partial: Any, shape: Any, scratch: Any) -> None:
     """Sets the item's unfinished rows aside: per row its output, then its maximum and its sum."""
     dim = shape.head_dim
     for r in range(item[NUM_ROWS] * (shape.num_heads // shape.num_kv_heads)):
@@ -245,7 +245,7 @@ def _keep_partial(item: Any, partial: Any, shape: Any, scratch: Any) -> None:
 
 
 @_inner
-def _merge(merge: Any, partial: Any, output: Any, shape: Any) -> None:
+def merge_partials(merge: Any, partial: Any, output: Any, shape: Any) -> None:
     """Merges the partial results of one tile and writes its rows out."""
     group, dim = shape.num_heads // shape.num_kv_heads, shape.head_dim
     parts = partial[merge[MERGE_PARTIAL] : merge[MERGE_PARTIAL] + merge[MERGE_COUNT]]
@@ -276,6 +276,35 @@ def _write(row: int, key: Any, value: Any, strides: Any, keys: Any, values: Any,
             values[target + offset * dim + d] = value[row * strides[2] + head * dim + d]
 
 
+@_inner
+def make_scratch(keys: Any, shape: Any) -> Any:
+    """A thread's working memory."""
+    rows, dim = shape.tile, shape.head_dim
+    return Scratch(
+        np.empty(rows * dim, np.float32),
+        np.empty(rows * dim, np.float32),
+        np.empty(rows, np.float32),
+        np.empty(rows * LANES, np.float32),
+        np.empty(ROWS * SEGMENT, np.float32),
+        np.empty(ROWS * LANES, np.float32),
+        np.empty(dim * SEGMENT, keys.dtype),
+    )
+
+
+@_inner
+def run_item(
+    item: Any, query: Any, stride: int, scale: float, keys: Any, values: Any, tables: Any, shape: Any, partial: Any,
+    output: Any, scratch: Any,
+) -> None:  # fmt: skip
+    """Attends for one item, whose query rows are ``stride`` numbers apart."""
+    start_item(item, query, stride, scale, shape, scratch)
+    attend_item(item, keys, values, tables[item[SEQUENCE]], shape, scratch)
+    if item[PARTIAL] == WHOLE:
+        finish_item(item, output, shape, scratch)
+    else:
+        keep_partial(item, partial, shape, scratch)
+
+
 def _build(digest: str, *, cache: bool) -> Any:
     """Makes the kernel. Captures ``digest`` so that Numba's cache of compiled code depends on it."""
 
@@ -303,30 +332,16 @@ def _build(digest: str, *, cache: bool) -> Any:
             for row in range(len(slots) * worker // workers, len(slots) * (worker + 1) // workers):
                 _write(row, key, value, strides, keys, values, slots[row], shape)
         for worker in prange(workers):
-            rows, dim = shape.tile, shape.head_dim
-            scratch = Scratch(
-                np.empty(rows * dim, np.float32),
-                np.empty(rows * dim, np.float32),
-                np.empty(rows, np.float32),
-                np.empty(rows * LANES, np.float32),
-                np.empty(ROWS * SEGMENT, np.float32),
-                np.empty(ROWS * LANES, np.float32),
-                np.empty(dim * SEGMENT, keys.dtype),
-            )
+            scratch = make_scratch(keys, shape)
             for i in range(item_bounds[worker], item_bounds[worker + 1]):
                 item = items[i]
                 if i + 1 < item_bounds[worker + 1]:
                     following = items[i + 1]
                     end = min(following[FIRST] + SEGMENT, following[LAST])
-                    _fetch(keys, values, tables[following[SEQUENCE]], following[KV_HEAD], following[FIRST], end, shape)
-                _start(item, query, strides[0], scale, shape, scratch)
-                _attend(item, keys, values, tables[item[SEQUENCE]], shape, scratch)
-                if item[PARTIAL] == WHOLE:
-                    _finish(item, output, shape, scratch)
-                else:
-                    _keep_partial(item, partial, shape, scratch)
+                    fetch(keys, values, tables[following[SEQUENCE]], following[KV_HEAD], following[FIRST], end, shape)
+                run_item(item, query, strides[0], scale, keys, values, tables, shape, partial, output, scratch)
         for i in prange(len(merges)):
-            _merge(merges[i], partial, output, shape)
+            merge_partials(merges[i], partial, output, shape)
 
     return paged_attention
 

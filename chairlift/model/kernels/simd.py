@@ -193,6 +193,26 @@ def maximum(typing_context: Any, a: Any, b: Any) -> tuple[Any, Callable[..., Any
 
 
 @_operation
+def minimum(typing_context: Any, a: Any, b: Any) -> tuple[Any, Callable[..., Any]]:
+    """The smaller lane of each pair; ``b`` where either is NaN."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.select(builder.fcmp_ordered("<", *arguments), *arguments)
+
+    return vector(vector, vector), generate
+
+
+@_operation
+def divide(typing_context: Any, a: Any, b: Any) -> tuple[Any, Callable[..., Any]]:
+    """``a / b`` lane by lane."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fdiv(*arguments)
+
+    return vector(vector, vector), generate
+
+
+@_operation
 def keep_between(typing_context: Any, a: Any, low: Any, high: Any) -> tuple[Any, Callable[..., Any]]:
     """Lanes ``low <= lane < high`` of ``a``; minus infinity in the others."""
 

@@ -1,0 +1,273 @@
+"""The decoder of :mod:`chairlift.model.llama` on the CPU, with packed weights and a whole step in one kernel.
+
+It computes the same as the plain model, which stays its reference; where the plain one rounds the residual stream, the
+queries and what lies between norm and activation to bfloat16, this one keeps float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from chairlift.model.attention.base import AttentionBackend, LayerKVs
+from chairlift.model.attention.cpu import LOG2_E, CpuAttention, CpuMetadata, WorkPlan
+from chairlift.model.config import ModelConfig
+from chairlift.model.kernels import kinds, tiles
+from chairlift.model.kernels.decoder import (
+    STAGES_PER_LAYER,
+    Buffers,
+    Cache,
+    Sizes,
+    Step,
+    Weights,
+    run_head,
+    run_step,
+)
+from chairlift.model.kernels.products import BLOCK_COLUMNS, BLOCK_ROWS, LANES, Words, pack, uses_tiles
+from chairlift.model.kernels.products import unsupported as unsupported_precision
+from chairlift.model.kernels.threads import COUNTER
+from chairlift.model.llama import CausalLM, DecoderLayer
+
+Floats = npt.NDArray[np.float32]
+
+
+class FusedCausalLM:
+    """A decoder whose weights are packed for the CPU. Called like :class:`~chairlift.model.llama.CausalLM`.
+
+    Args:
+        model: with its weights loaded, in float32 or bfloat16; its projections are emptied as they are packed.
+        attention: the backend whose work plans the kernel follows.
+        quantization: "int8" for int8 products, ``None`` for products in the model's own precision.
+
+    Raises:
+        ValueError: :func:`unsupported` says why.
+    """
+
+    def __init__(self, model: CausalLM, attention: CpuAttention, quantization: str | None = None) -> None:
+        dtype = model.embedding.dtype
+        if reason := unsupported(model.config, dtype, quantization):
+            raise ValueError(reason)
+        self.config = config = model.config
+        self.embedding = model.embedding
+        self.rotary = model.rotary
+        self._kind = _kind(dtype, quantization)
+        self._attention = attention
+        self._threads = attention.num_threads
+        self._sizes = Sizes(
+            num_layers=config.num_layers,
+            hidden=config.hidden_size,
+            inner=config.intermediate_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            qkv=_filled((config.num_heads + 2 * config.num_kv_heads) * config.head_dim),
+            block_size=attention.block_size,
+            tile=attention.tile_rows,
+            threads=self._threads,
+        )
+        self._weights, self._head = self._pack(model)
+        self._config = tiles.full_tiles()
+        self._counters = np.zeros((1 + STAGES_PER_LAYER * config.num_layers) * COUNTER, np.int64)
+        self._buffers = self._make_buffers(BLOCK_ROWS)
+        windows = sorted({window or 0 for window in config.sliding_windows})
+        self._windows = windows
+        self._layer_windows = np.array([window or 0 for window in config.sliding_windows], np.int64)
+        self._layer_plans = np.array([windows.index(window) for window in self._layer_windows], np.int64)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return int(sum(array.nbytes for array in (*self._weights, *self._head)))
+
+    @torch.inference_mode()
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_caches: LayerKVs,
+        attention: AttentionBackend[Any],
+        metadata: CpuMetadata,
+    ) -> Tensor:
+        """Computes one step of a ragged batch; see :meth:`CausalLM.forward`.
+
+        Returns:
+            [T, hidden_size] float32, valid until the next step.
+        """
+        del attention  # the kernel's own
+        rows = len(token_ids)
+        if rows * self.config.hidden_size > len(self._buffers.x):
+            self._buffers = self._make_buffers(rows)
+        cos, sin = self.rotary(positions)
+        plans = [self._attention.plan(metadata, window) for window in self._windows]
+        step = self._step(token_ids, cos, sin, metadata, plans)
+        self._counters[:] = 0
+        numba.set_num_threads(self._threads)
+        scale = np.float32(self._attention.scale * LOG2_E)
+        run_step(
+            self._kind, self._sizes, np.float32(self.config.rms_norm_eps), scale, self._weights, self._buffers, step,
+            Cache(_flat(kv_caches.keys), _flat(kv_caches.values)), self._counters, self._config,
+        )  # fmt: skip
+        hidden: Tensor = torch.from_numpy(self._buffers.hidden).view(-1, self.config.hidden_size)[:rows]
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the next token: [S, hidden_size] to [S, vocab_size] float32."""
+        rows, width = hidden.shape
+        columns = _filled(self.config.vocab_size)
+        filled = -(-rows // BLOCK_ROWS) * BLOCK_ROWS
+        logits = np.empty(filled * columns, np.float32)
+        activations = np.empty(filled * width, self._buffers.activations.dtype)
+        self._counters[:] = 0
+        numba.set_num_threads(self._threads)
+        run_head(
+            self._kind, self._threads, hidden.contiguous().view(-1).numpy(), rows, width, *self._head, activations,
+            np.empty(filled, np.float32), logits, columns, self._counters, self._config,
+        )  # fmt: skip
+        return torch.from_numpy(logits).view(-1, columns)[:rows, : self.config.vocab_size]
+
+    def _step(
+        self, token_ids: Tensor, cos: Tensor, sin: Tensor, metadata: CpuMetadata, plans: Sequence[WorkPlan]
+    ) -> Step:
+        partials = max(plan.num_partials for plan in plans)
+        return Step(
+            token_ids=token_ids.numpy(),
+            cos=cos.contiguous().view(-1).numpy(),
+            sin=sin.contiguous().view(-1).numpy(),
+            slots=metadata.slots,
+            tables=metadata.block_tables,
+            items=np.concatenate([plan.items for plan in plans]) if len(plans) > 1 else plans[0].items,
+            item_bounds=np.cumsum([0] + [len(plan.items) for plan in plans]),
+            merges=np.concatenate([plan.merges for plan in plans]) if len(plans) > 1 else plans[0].merges,
+            merge_bounds=np.cumsum([0] + [len(plan.merges) for plan in plans]),
+            plans=self._layer_plans,
+            windows=self._layer_windows,
+            partial=np.empty((partials, self._sizes.tile, self._sizes.head_dim + 2), np.float32),
+        )
+
+    def _make_buffers(self, rows: int) -> Buffers:
+        """Room for so many rows; more than the last time, if they grow, so that they do not grow at every step."""
+        rows = -(-rows // BLOCK_ROWS) * BLOCK_ROWS
+        sizes, made = self._sizes, np.dtype(np.float32)
+        taken = {kinds.Float32: np.dtype(np.float32)}.get(type(self._kind), np.dtype(np.int16))
+        if self._kind.per_word == kinds.Int8().per_word:
+            taken = np.dtype(np.uint8)
+        else:
+            made = taken
+        attended = sizes.num_heads * sizes.head_dim
+        widest = max(sizes.hidden, attended, sizes.inner)
+        return Buffers(
+            x=np.zeros(rows * sizes.hidden, np.float32),
+            qkv=np.zeros(rows * sizes.qkv, np.float32),
+            attended=np.zeros(rows * attended, made),
+            inner=np.zeros(rows * sizes.inner, made),
+            activations=np.zeros(rows * widest, taken),
+            scales=np.zeros(rows, np.float32),
+            hidden=np.zeros(rows * sizes.hidden, np.float32),
+        )
+
+    def _pack(self, model: CausalLM) -> tuple[Weights, tuple[Any, Any, Any]]:
+        layers = [cast("DecoderLayer", layer) for layer in model.layers]
+        attentions = [layer.attention for layer in layers]
+        quantized = self._kind.per_word == kinds.Int8().per_word
+        inner = self.config.intermediate_size
+        parts = []
+        for layer in layers:
+            parts += [layer.attention.qkv.weight.data, layer.attention.o.weight.data]
+            parts += [_interleaved(layer.gate_up.weight.data, inner), layer.down.weight.data]
+        weights = Weights(
+            _flat(model.embedding.data),
+            *_packed(parts, quantized),
+            qkv_bias=_biases([attention.qkv.bias for attention in attentions], self._sizes.qkv),
+            attention_norm=_floats([layer.attention_norm.weight for layer in layers]),
+            mlp_norm=_floats([layer.mlp_norm.weight for layer in layers]),
+            final_norm=_floats([model.norm.weight]),
+            q_norm=_floats([attention.q_norm.weight for attention in attentions if attention.q_norm is not None]),
+            k_norm=_floats([attention.k_norm.weight for attention in attentions if attention.k_norm is not None]),
+        )
+        return weights, _packed([model.head.weight.data], quantized)
+
+
+def unsupported(config: ModelConfig, dtype: torch.dtype, quantization: str | None) -> str | None:
+    """Why a model cannot be run this way, or ``None`` if it can."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"fused steps compute in float32 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
+    precision = quantization or ("float32" if dtype == torch.float32 else "bfloat16")
+    if reason := unsupported_precision(precision):
+        return reason
+    if config.o_bias or config.mlp_bias:
+        return "fused steps have no biases behind attention and in the MLP"
+    words = LANES if uses_tiles(precision) else 1
+    step = max(BLOCK_COLUMNS, words * {"float32": 1, "bfloat16": 2, "int8": 4}[precision])
+    widths = (config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
+    if any(width % step for width in widths):
+        return f"fused steps in {precision} need widths that are multiples of {step}, not {widths}"
+    return None
+
+
+def _kind(dtype: torch.dtype, quantization: str | None) -> kinds.Kind:
+    if quantization == "int8":
+        return kinds.Int8Tiles() if uses_tiles("int8") else kinds.Int8()
+    if dtype == torch.float32:
+        return kinds.Float32()
+    return kinds.BFloat16Tiles() if uses_tiles("bfloat16") else kinds.BFloat16()
+
+
+def _filled(columns: int) -> int:
+    return -(-columns // BLOCK_COLUMNS) * BLOCK_COLUMNS
+
+
+def _interleaved(weight: Tensor, inner: int) -> Tensor:
+    """Gate and up [2 × inner, hidden], sixteen rows of one beside the same sixteen of the other."""
+    gate, up = weight[:inner].view(-1, 1, LANES, weight.shape[1]), weight[inner:].view(-1, 1, LANES, weight.shape[1])
+    return torch.cat([gate, up], dim=1).view_as(weight)
+
+
+def _packed(parts: Sequence[Tensor], quantized: bool) -> tuple[Words, Floats, Words]:
+    """Packs projections end to end: their words, and for int8 each column's scale and the sum of its weights."""
+    words, scales, sums = [], [np.empty(0, np.float32)], [np.empty(0, np.int32)]
+    for weight in parts:
+        if quantized:
+            numbers, scale = _quantize(weight)
+            words.append(pack(numbers))
+            padding = np.zeros(_filled(len(scale)) - len(scale), np.float32)
+            scales += [scale, padding]
+            sums += [numbers.sum(axis=1, dtype=np.int32), padding.astype(np.int32)]
+        else:
+            words.append(pack(_bits(weight)))
+    return np.concatenate(words), np.concatenate(scales), np.concatenate(sums)
+
+
+def _quantize(weight: Tensor) -> tuple[npt.NDArray[np.int8], Floats]:
+    """int8 numbers and one scale for each output channel."""
+    wide = weight.float()
+    scale = wide.abs().amax(dim=1).clamp_(min=1e-30) / 127
+    return (wide / scale[:, None]).round_().to(torch.int8).numpy(), scale.numpy()
+
+
+def _bits(tensor: Tensor) -> npt.NDArray[Any]:
+    bits: npt.NDArray[Any] = (tensor if tensor.dtype == torch.float32 else tensor.view(torch.int16)).numpy()
+    return bits
+
+
+def _flat(tensor: Tensor) -> npt.NDArray[Any]:
+    return _bits(tensor).reshape(-1)
+
+
+def _floats(tensors: Sequence[Tensor]) -> Floats:
+    if not tensors:
+        return np.empty(0, np.float32)
+    return torch.stack([tensor.data for tensor in tensors]).float().view(-1).numpy()
+
+
+def _biases(biases: Sequence[Tensor | None], columns: int) -> Floats:
+    given = [bias.data.float() for bias in biases if bias is not None]
+    if not given:
+        return np.empty(0, np.float32)
+    return torch.stack([torch.nn.functional.pad(bias, (0, columns - len(bias))) for bias in given]).view(-1).numpy()

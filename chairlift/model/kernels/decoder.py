@@ -1,0 +1,467 @@
+"""A whole step of a decoder in one kernel.
+
+Between its first and its last line no thread comes back to Python: with thirty layers and eight stages in each, what a
+call costs would be more than what it computes. All threads run the same program, claim pieces of each stage, and meet
+where the next stage needs what others made::
+
+    norm | qkv | rotate, write keys and values | attention | output + residual | norm | gate and up, SwiGLU | down + residual
+
+The residual stream is float32 whatever the weights are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit, prange
+from numba.extending import overload
+
+from chairlift.model.kernels import kinds, paged_attention, products, rows, simd, threads, tiles
+from chairlift.model.kernels.kinds import in_tiles, is_quantized
+from chairlift.model.kernels.paged_attention import Shape, make_scratch, merge_partials, run_item
+from chairlift.model.kernels.products import BLOCK_COLUMNS, BLOCK_ROWS
+from chairlift.model.kernels.rows import INT8_ZERO, embed, gated, normalize, rotate, write_row
+from chairlift.model.kernels.simd import LANES, fma, load, splat, store
+from chairlift.model.kernels.threads import claim, meet
+
+DIGEST = "".join(
+    (hashlib.sha256(Path(__file__).read_bytes()).hexdigest(), simd.SOURCE_DIGEST, threads.SOURCE_DIGEST,
+     tiles.SOURCE_DIGEST, products.SOURCE_DIGEST, rows.SOURCE_DIGEST, paged_attention.SOURCE_DIGEST)
+)  # fmt: skip
+"""Numba keys its cache of compiled code by the file that a kernel stands in; this kernel stands in many."""
+
+QKV, ATTENTION, MERGES, OUTPUT, GATE_UP, DOWN = range(6)
+STAGES_PER_LAYER = 6
+"""Stages whose pieces are claimed."""
+
+_compiled = njit(nogil=True, error_model="numpy", boundscheck=False)
+
+
+class Sizes(NamedTuple):
+    """Widths of the model, as in :class:`~chairlift.model.config.ModelConfig`; ``qkv`` is filled up to whole blocks."""
+
+    num_layers: int
+    hidden: int
+    inner: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv: int
+    block_size: int
+    tile: int
+    threads: int
+
+
+class Weights(NamedTuple):
+    """All weights but the head's.
+
+    The packed ones lie in the order in which a step reads them: of each layer qkv, output, gate and up (a strip of the
+    gate beside the strip of the same columns of up), down. For int8, ``scales`` and ``sums`` (float32, and int32 of its
+    weights) hold each column's, in the same order; else they are empty. Norms and biases are float32, [layers × width],
+    empty where the model has none.
+    """
+
+    embedding: Any
+    words: Any
+    scales: Any
+    sums: Any
+    qkv_bias: Any
+    attention_norm: Any
+    mlp_norm: Any
+    final_norm: Any
+    q_norm: Any
+    k_norm: Any
+
+
+class Packed(NamedTuple):
+    """One packed projection: where its first word and its first column lie in the arrays of many."""
+
+    words: Any
+    scales: Any
+    sums: Any
+    first_word: int
+    first_column: int
+
+
+class Buffers(NamedTuple):
+    """What is on its way, [rows, width] each, rows filled up to whole blocks.
+
+    ``x`` (the residual stream), ``qkv`` and ``hidden`` (the result) are float32. ``activations`` is what a product
+    takes, with ``scales`` for each row for int8. ``attended`` and ``inner`` are what a product takes too; for int8 they
+    are float32 and become ``activations`` first.
+    """
+
+    x: Any
+    qkv: Any
+    attended: Any
+    inner: Any
+    activations: Any
+    scales: Any
+    hidden: Any
+
+
+class Step(NamedTuple):
+    """The rows of a step, and the work plan of its attention.
+
+    ``items`` and ``merges`` of all windows lie end to end; layer l has those from ``item_bounds[plans[l]]`` to
+    ``item_bounds[plans[l] + 1]``, and the window ``windows[l]``.
+    """
+
+    token_ids: Any
+    cos: Any
+    sin: Any
+    slots: Any
+    tables: Any
+    items: Any
+    item_bounds: Any
+    merges: Any
+    merge_bounds: Any
+    plans: Any
+    windows: Any
+    partial: Any
+
+
+class Cache(NamedTuple):
+    """Keys and values of every layer, end to end."""
+
+    keys: Any
+    values: Any
+
+
+# ---- by kind ----
+
+
+def begin(kind, config, kept):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Sets a thread's tiles up."""
+    raise NotImplementedError
+
+
+@overload(begin)
+def _begin(kind, config, kept):  # type: ignore[no-untyped-def]
+    keep, configure = tiles.keep_configuration, tiles.configure
+
+    def set_up(kind, config, kept):  # type: ignore[no-untyped-def]
+        keep(kept)
+        configure(config)
+
+    def nothing(kind, config, kept):  # type: ignore[no-untyped-def]
+        pass
+
+    return set_up if in_tiles(kind) else nothing
+
+
+def end(kind, kept):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Puts a thread's tiles back."""
+    raise NotImplementedError
+
+
+@overload(end)
+def _end(kind, kept):  # type: ignore[no-untyped-def]
+    configure = tiles.configure
+
+    def put_back(kind, kept):  # type: ignore[no-untyped-def]
+        configure(kept)
+
+    def nothing(kind, kept):  # type: ignore[no-untyped-def]
+        pass
+
+    return put_back if in_tiles(kind) else nothing
+
+
+def words_of(kind, made, activations):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """What a product takes: what a stage made, or for int8 what it was quantized to."""
+    raise NotImplementedError
+
+
+@overload(words_of)
+def _words_of(kind, made, activations):  # type: ignore[no-untyped-def]
+    def as_made(kind, made, activations):  # type: ignore[no-untyped-def]
+        return made.view(np.int32)
+
+    def as_quantized(kind, made, activations):  # type: ignore[no-untyped-def]
+        return activations.view(np.int32)
+
+    return as_quantized if is_quantized(kind) else as_made
+
+
+def quantize_rows(kind, made, width, activations, scales, first, last):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Makes activations of a thread's rows of what a stage made, and says whether there was something to do."""
+    raise NotImplementedError
+
+
+@overload(quantize_rows)
+def _quantize_rows(kind, made, width, activations, scales, first, last):  # type: ignore[no-untyped-def]
+    def nothing(kind, made, width, activations, scales, first, last):  # type: ignore[no-untyped-def]
+        return False
+
+    def quantize(kind, made, width, activations, scales, first, last):  # type: ignore[no-untyped-def]
+        for row in range(first, last):
+            write_row(kind, made, row * width, width, activations, row * width, scales, row)
+        return True
+
+    return quantize if is_quantized(kind) else nothing
+
+
+def block(kind, a, ai, stride, count, packed, unit, words, c, ci, columns, add, scales, row, integers):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """One block of a product, in float32, set or added to ``c``. ``unit`` is the pair of strips."""
+    raise NotImplementedError
+
+
+@overload(block)
+def _block(kind, a, ai, stride, count, packed, unit, words, c, ci, columns, add, scales, row, integers):  # type: ignore[no-untyped-def]
+    product = products.product_of(kinds.PRECISIONS[kind.instance_class], in_tiles=in_tiles(kind))
+
+    def plain(kind, a, ai, stride, count, packed, unit, words, c, ci, columns, add, scales, row, integers):  # type: ignore[no-untyped-def]
+        wi = packed.first_word + unit * BLOCK_COLUMNS * words
+        product(a, ai, stride, count, packed.words, wi, words, c, ci, columns, add)
+
+    def scaled(kind, a, ai, stride, count, packed, unit, words, c, ci, columns, add, scales, row, integers):  # type: ignore[no-untyped-def]
+        wi = packed.first_word + unit * BLOCK_COLUMNS * words
+        product(a, ai, stride, count, packed.words, wi, words, integers, 0, BLOCK_COLUMNS, False)
+        first = packed.first_column + unit * BLOCK_COLUMNS
+        for r in range(count):
+            scale = scales[row + r]
+            for i in range(BLOCK_COLUMNS):
+                # Activations are stored as unsigned numbers, 128 too large.
+                number = integers[r * BLOCK_COLUMNS + i] - INT8_ZERO * packed.sums[first + i]
+                value = np.float32(number) * (scale * packed.scales[first + i])
+                c[ci + r * columns + i] = value + c[ci + r * columns + i] if add else value
+
+    return scaled if is_quantized(kind) else plain
+
+
+# ---- stages ----
+
+
+@_compiled
+def _product(  # type: ignore[no-untyped-def]
+    kind, a, num_rows, width, packed, c, columns, add, scales, integers, counters, stage
+):
+    """Sets ``c`` [rows, columns] to the product of activations and a layer's weights, or adds it."""
+    words = width // kind.per_word
+    units = columns // BLOCK_COLUMNS
+    unit = claim(counters, stage)
+    while unit < units:
+        for row in range(0, num_rows, BLOCK_ROWS):
+            count = min(BLOCK_ROWS, num_rows - row)
+            block(
+                kind, a, row * words, words, count, packed, unit, words, c,
+                row * columns + unit * BLOCK_COLUMNS, columns, add, scales, row, integers,
+            )  # fmt: skip
+        unit = claim(counters, stage)
+
+
+@_compiled
+def _gated_product(  # type: ignore[no-untyped-def]
+    kind, a, num_rows, width, packed, inner, columns, scales, numbers, integers, counters, stage
+):
+    """Sets ``inner`` [rows, columns] to SiLU of the gate times up."""
+    words = width // kind.per_word
+    units = columns // LANES
+    unit = claim(counters, stage)
+    while unit < units:
+        for row in range(0, num_rows, BLOCK_ROWS):
+            count = min(BLOCK_ROWS, num_rows - row)
+            block(
+                kind, a, row * words, words, count, packed, unit, words, numbers, 0, BLOCK_COLUMNS,
+                False, scales, row, integers,
+            )  # fmt: skip
+            for r in range(count):
+                gate, up = load(numbers, r * BLOCK_COLUMNS), load(numbers, r * BLOCK_COLUMNS + LANES)
+                store(inner, (row + r) * columns + unit * LANES, gated(gate, up))
+        unit = claim(counters, stage)
+
+
+@_compiled
+def _rotate_and_write(row, layer, sizes, weights, eps, qkv, step, cache):  # type: ignore[no-untyped-def]
+    """Biases, norms of the heads, rotation, and the keys and values of one row into their slot."""
+    dim, half = sizes.head_dim, sizes.head_dim // 2
+    num_kv, first = sizes.num_kv_heads, row * sizes.qkv
+    if len(weights.qkv_bias):
+        one = splat(np.float32(1))
+        for i in range(0, sizes.qkv, LANES):
+            store(qkv, first + i, fma(load(qkv, first + i), one, load(weights.qkv_bias, layer * sizes.qkv + i)))
+    for head in range(sizes.num_heads + num_kv):
+        place = first + head * dim
+        if len(weights.q_norm):
+            if head < sizes.num_heads:
+                normalize(qkv, place, weights.q_norm, layer * dim, dim, eps, qkv, place)
+            else:
+                normalize(qkv, place, weights.k_norm, layer * dim, dim, eps, qkv, place)
+        rotate(qkv, place, half, step.cos, step.sin, row * half)
+    slot = step.slots[row]
+    block_size = sizes.block_size
+    rounded = np.empty(dim, cache.keys.dtype)
+    zero, one = splat(np.float32(0)), splat(np.float32(1))
+    layer_base = layer * (len(cache.keys) // sizes.num_layers)
+    for head in range(num_kv):
+        target = layer_base + (slot // block_size * num_kv + head) * dim * block_size
+        key = first + (sizes.num_heads + head) * dim
+        for d in range(0, dim, LANES):
+            store(rounded, d, fma(load(qkv, key + d), one, zero))
+        for d in range(dim):
+            cache.keys[target + d * block_size + slot % block_size] = rounded[d]
+        for d in range(0, dim, LANES):
+            place = target + slot % block_size * dim + d
+            store(cache.values, place, fma(load(qkv, key + num_kv * dim + d), one, zero))
+
+
+@_compiled
+def _attend(layer, sizes, scale, qkv, step, cache, attended, scratch, counters, stage, meetings):  # type: ignore[no-untyped-def]
+    """The attention of one layer."""
+    shape = Shape(
+        sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.block_size, step.windows[layer], sizes.tile
+    )
+    size = len(cache.keys) // sizes.num_layers
+    keys, values = cache.keys[layer * size : (layer + 1) * size], cache.values[layer * size : (layer + 1) * size]
+    plan = step.plans[layer]
+    first, last = step.item_bounds[plan], step.item_bounds[plan + 1]
+    i = first + claim(counters, stage)
+    while i < last:
+        run_item(step.items[i], qkv, sizes.qkv, scale, keys, values, step.tables, shape, step.partial, attended, scratch)
+        i = first + claim(counters, stage)
+    if step.merge_bounds[plan + 1] > step.merge_bounds[plan]:
+        meetings = meet(counters, sizes.threads, meetings)
+        i = step.merge_bounds[plan] + claim(counters, stage + MERGES - ATTENTION)
+        while i < step.merge_bounds[plan + 1]:
+            merge_partials(step.merges[i], step.partial, attended, shape)
+            i = step.merge_bounds[plan] + claim(counters, stage + MERGES - ATTENTION)
+    return meetings
+
+
+@_compiled
+def _words(sizes: Any, per_word: int) -> int:
+    """Packed words of one layer."""
+    numbers = sizes.hidden * (sizes.qkv + sizes.num_heads * sizes.head_dim + 3 * sizes.inner)
+    return numbers // per_word  # type: ignore[no-any-return]
+
+
+@_compiled
+def _behind(packed: Any, columns: int, width: int, per_word: int) -> Any:
+    """The projection that lies behind one of this size."""
+    return Packed(
+        packed.words, packed.scales, packed.sums, packed.first_word + columns * width // per_word,
+        packed.first_column + columns,
+    )  # fmt: skip
+
+
+@_compiled
+def _norm_rows(kind, first, last, sizes, weight, wi, eps, buffers, row):  # type: ignore[no-untyped-def]
+    """Norms a thread's rows of the residual stream and makes activations of them."""
+    for r in range(first, last):
+        normalize(buffers.x, r * sizes.hidden, weight, wi, sizes.hidden, eps, row, 0)
+        write_row(kind, row, 0, sizes.hidden, buffers.activations, r * sizes.hidden, buffers.scales, r)
+
+
+@_compiled
+def _run(thread, kind, sizes, eps, scale, weights, buffers, step, cache, counters, config):  # type: ignore[no-untyped-def]
+    """One thread's part of a step."""
+    kept = np.empty(tiles.CONFIG_BYTES, np.uint8)
+    begin(kind, config, kept)
+    num_rows, count = len(step.token_ids), sizes.threads
+    first, last = num_rows * thread // count, num_rows * (thread + 1) // count
+    hidden, width = sizes.hidden, sizes.num_heads * sizes.head_dim
+    row = np.empty(hidden, np.float32)
+    numbers, integers = np.empty(BLOCK_ROWS * BLOCK_COLUMNS, np.float32), np.empty(BLOCK_ROWS * BLOCK_COLUMNS, np.int32)
+    scratch = make_scratch(cache.keys, Shape(0, 0, sizes.head_dim, 0, 0, sizes.tile))
+    x, qkv, activations, scales = buffers.x, buffers.qkv, buffers.activations, buffers.scales
+    words = activations.view(np.int32)
+    layer_words = _words(sizes, kind.per_word)
+    layer_columns = sizes.qkv + 2 * hidden + 2 * sizes.inner
+    meetings = 0
+    for r in range(first, last):
+        embed(step.token_ids[r], weights.embedding, x, r * hidden, hidden)
+    for layer in range(sizes.num_layers):
+        stage = 1 + layer * STAGES_PER_LAYER
+        _norm_rows(kind, first, last, sizes, weights.attention_norm, layer * hidden, eps, buffers, row)
+        meetings = meet(counters, count, meetings)
+        packed = Packed(weights.words, weights.scales, weights.sums, layer * layer_words, layer * layer_columns)
+        _product(
+            kind, words, num_rows, hidden, packed, qkv, sizes.qkv, False, scales, integers, counters, stage + QKV
+        )
+        packed = _behind(packed, sizes.qkv, hidden, kind.per_word)
+        meetings = meet(counters, count, meetings)
+        for r in range(first, last):
+            _rotate_and_write(r, layer, sizes, weights, eps, qkv, step, cache)
+        meetings = meet(counters, count, meetings)
+        meetings = _attend(
+            layer, sizes, scale, qkv, step, cache, buffers.attended, scratch, counters, stage + ATTENTION, meetings
+        )
+        meetings = meet(counters, count, meetings)
+        if quantize_rows(kind, buffers.attended, width, activations, scales, first, last):
+            meetings = meet(counters, count, meetings)
+        _product(
+            kind, words_of(kind, buffers.attended, activations), num_rows, width, packed, x, hidden,
+            True, scales, integers, counters, stage + OUTPUT,
+        )  # fmt: skip
+        packed = _behind(packed, hidden, width, kind.per_word)
+        meetings = meet(counters, count, meetings)
+        _norm_rows(kind, first, last, sizes, weights.mlp_norm, layer * hidden, eps, buffers, row)
+        meetings = meet(counters, count, meetings)
+        _gated_product(
+            kind, words, num_rows, hidden, packed, buffers.inner, sizes.inner, scales, numbers,
+            integers, counters, stage + GATE_UP,
+        )  # fmt: skip
+        packed = _behind(packed, 2 * sizes.inner, hidden, kind.per_word)
+        meetings = meet(counters, count, meetings)
+        if quantize_rows(kind, buffers.inner, sizes.inner, activations, scales, first, last):
+            meetings = meet(counters, count, meetings)
+        _product(
+            kind, words_of(kind, buffers.inner, activations), num_rows, sizes.inner, packed, x, hidden,
+            True, scales, integers, counters, stage + DOWN,
+        )  # fmt: skip
+        meetings = meet(counters, count, meetings)
+    for r in range(first, last):
+        normalize(x, r * hidden, weights.final_norm, 0, hidden, eps, buffers.hidden, r * hidden)
+    end(kind, kept)
+
+
+@_compiled
+def _run_head(thread, count, kind, hidden, num_rows, width, words, column_scales, column_sums, activations, scales, logits, columns, counters, config):  # type: ignore[no-untyped-def]
+    """One thread's part of the logits."""
+    kept = np.empty(tiles.CONFIG_BYTES, np.uint8)
+    begin(kind, config, kept)
+    integers = np.empty(BLOCK_ROWS * BLOCK_COLUMNS, np.int32)
+    for row in range(num_rows * thread // count, num_rows * (thread + 1) // count):
+        write_row(kind, hidden, row * width, width, activations, row * width, scales, row)
+    meet(counters, count, 0)
+    packed = Packed(words, column_scales, column_sums, 0, 0)
+    _product(
+        kind, activations.view(np.int32), num_rows, width, packed, logits, columns, False, scales, integers, counters, 1
+    )
+    end(kind, kept)
+
+
+def _build(digest: str, *, cache: bool) -> tuple[Any, Any]:
+    """Makes the kernels. They capture ``digest`` so that Numba's cache of compiled code depends on it."""
+
+    @njit(parallel=True, nogil=True, cache=cache, error_model="numpy", boundscheck=False)
+    def run_step(kind, sizes, eps, scale, weights, buffers, step, cache, counters, config):  # type: ignore[no-untyped-def]
+        """Computes a step, up to the final norm, into ``buffers.hidden``.
+
+        ``counters`` has (1 + STAGES_PER_LAYER × layers) × COUNTER zeros; ``config`` is :func:`tiles.full_tiles`.
+        """
+        digest  # noqa: B018
+        for thread in prange(sizes.threads):
+            _run(thread, kind, sizes, eps, scale, weights, buffers, step, cache, counters, config)
+
+    @njit(parallel=True, nogil=True, cache=cache, error_model="numpy", boundscheck=False)
+    def run_head(kind, count, hidden, num_rows, width, words, column_scales, column_sums, activations, scales, logits, columns, counters, config):  # type: ignore[no-untyped-def]
+        """Computes logits [num_rows, columns] of hidden states [num_rows, width], float32 both."""
+        digest  # noqa: B018
+        for thread in prange(count):
+            _run_head(
+                thread, count, kind, hidden, num_rows, width, words, column_scales, column_sums, activations, scales, logits, columns, counters, config
+            )
+
+    return run_step, run_head
+
+
+try:
+    run_step, run_head = _build(DIGEST, cache=True)
+except RuntimeError:
+    # There is no folder that Numba may write to: every start compiles anew.
+    run_step, run_head = _build(DIGEST, cache=False)

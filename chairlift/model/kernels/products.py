@@ -1,0 +1,237 @@
+"""Products of activations and packed weights, the bulk of a step.
+
+Weights [N, K] are packed once. They are cut along N into strips of 16 columns, and along K into words of four bytes:
+one float32, two bfloat16 or four int8. A strip holds its columns' words side by side, 64 bytes for each word of K::
+
+    strip 0: word 0 of columns 0-15 | word 1 of columns 0-15 | ...      strip 1: word 0 of columns 16-31 | ...
+
+So one word of an activation row, in all lanes of a vector, meets 16 columns at once; and 16 rows of 64 bytes are just
+what a matrix tile takes. Weights are read once and in order, which is all that counts for few rows.
+
+A product computes a block: up to 32 rows of activations by two strips, all of K.
+"""
+
+# ruff: noqa: ARG001 -- Numba looks at the parameters' number and names.
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import binding, ir
+from numba import njit
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from chairlift.model.kernels import tiles
+from chairlift.model.kernels.simd import LANES
+
+BLOCK_ROWS = 32
+STRIPS = 2
+BLOCK_COLUMNS = STRIPS * LANES
+WORD_BYTES = 4
+
+SOURCE_DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest() + tiles.SOURCE_DIGEST
+
+# The instructions below are given by name, which LLVM has to read.
+binding.initialize_native_asmparser()  # type: ignore[no-untyped-call]
+
+Words = npt.NDArray[np.int32]
+
+_I32 = ir.IntType(32)
+_F32X16, _I32X16 = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(_I32, LANES)
+
+
+def pack(weights: npt.NDArray[Any]) -> Words:
+    """Packs [N, K] of float32, int16 (the bits of bfloat16) or int8; N is filled up with zeros to whole blocks.
+
+    Returns:
+        [blocks × 2 strips × words of K × 16] int32, flat.
+    """
+    columns, width = weights.shape
+    per_word = WORD_BYTES // weights.itemsize
+    if width % per_word:
+        raise ValueError(f"{width} numbers of {weights.itemsize} bytes do not fill whole words")
+    padded = -(-columns // BLOCK_COLUMNS) * BLOCK_COLUMNS
+    if padded != columns:
+        weights = np.concatenate([weights, np.zeros((padded - columns, width), weights.dtype)])
+    words = np.ascontiguousarray(weights).view(np.int32).reshape(padded // LANES, LANES, width // per_word)
+    return np.ascontiguousarray(words.transpose(0, 2, 1)).reshape(-1)
+
+
+# ---- vectors ----
+
+
+def _fma_float32(builder: Any, sums: Any, word: Any, weights: Any) -> Any:
+    name = f"llvm.fmuladd.v{LANES}f32"
+    kind = ir.FunctionType(_F32X16, [_F32X16] * 3)
+    function = cgutils.get_or_insert_function(builder.module, kind, name)  # type: ignore[no-untyped-call]
+    return builder.call(function, [builder.bitcast(word, _F32X16), builder.bitcast(weights, _F32X16), sums])
+
+
+def _instruction(name: str, sums_type: Any) -> Callable[..., Any]:
+    """By its name, since what LLVM calls these instructions changes from version to version."""
+
+    def emit(builder: Any, sums: Any, word: Any, weights: Any) -> Any:
+        kind = ir.FunctionType(sums_type, [sums_type, _I32X16, _I32X16])
+        return builder.asm(kind, f"{name} $3, $2, $0", "=v,0,v,v", [sums, word, weights], False)
+
+    return emit
+
+
+def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any, pointee: Any) -> Any:
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [index]), pointee.as_pointer())
+
+
+def _vector_block(rows: int, multiply_add: Callable[..., Any], sums_type: Any) -> Any:
+    """Rows of activations by two strips, in registers. With ``add`` the block begins with what ``c`` holds."""
+
+    @intrinsic
+    def block(
+        typing_context: Any, a: Any, ai: Any, stride: Any, weights: Any, wi: Any, words: Any, c: Any, ci: Any,
+        columns: Any, add: Any,
+    ) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            a_, ai_, stride_, w_, wi_, words_, c_, ci_, columns_, add_ = arguments
+            i64 = ci_.type
+            cells = [(row, strip) for row in range(rows) for strip in range(STRIPS)]
+            places = [
+                _address(context, builder, c, c_,
+                         builder.add(ci_, builder.add(builder.mul(columns_, i64(row)), i64(strip * LANES))), sums_type)
+                for row, strip in cells
+            ]  # fmt: skip
+            sums = [cgutils.alloca_once(builder, sums_type) for _ in cells]  # type: ignore[no-untyped-call]
+            with builder.if_else(add_) as (kept, cleared):
+                with kept:
+                    for place, total in zip(places, sums, strict=True):
+                        builder.store(builder.load(place, align=WORD_BYTES), total)
+                with cleared:
+                    for total in sums:
+                        builder.store(sums_type(None), total)
+            strip_words = builder.mul(words_, i64(LANES))
+            zeros = ir.Constant(_I32X16, [0] * LANES)
+            with cgutils.for_range(builder, words_) as loop:  # type: ignore[no-untyped-call]
+                word = builder.add(wi_, builder.mul(loop.index, i64(LANES)))
+                read = [
+                    builder.load(
+                        _address(context, builder, weights, w_, builder.add(word, builder.mul(strip_words, i64(strip))),
+                                 _I32X16), align=WORD_BYTES)
+                    for strip in range(STRIPS)
+                ]  # fmt: skip
+                for row in range(rows):
+                    place = builder.add(builder.add(ai_, loop.index), builder.mul(stride_, i64(row)))
+                    number = builder.load(_address(context, builder, a, a_, place, _I32))
+                    lane = builder.insert_element(ir.Constant(_I32X16, ir.Undefined), number, _I32(0))
+                    lanes = builder.shuffle_vector(lane, lane, zeros)
+                    for strip in range(STRIPS):
+                        total = sums[row * STRIPS + strip]
+                        builder.store(multiply_add(builder, builder.load(total), lanes, read[strip]), total)
+            for place, total in zip(places, sums, strict=True):
+                builder.store(builder.load(total), place, align=WORD_BYTES)
+            return context.get_dummy_value()
+
+        numbers = (types.intp,) * 2
+        return types.void(a, *numbers, weights, *numbers, c, *numbers, types.boolean), generate
+
+    return block
+
+
+def _vector_product(multiply_add: Callable[..., Any], sums_type: Any) -> Any:
+    eight, four, two, one = (_vector_block(rows, multiply_add, sums_type) for rows in (8, 4, 2, 1))
+
+    @njit(nogil=True, error_model="numpy", boundscheck=False)
+    def product(a, ai, stride, rows, weights, wi, words, c, ci, columns, add):  # type: ignore[no-untyped-def]
+        """Computes a block; see :func:`product_of`."""
+        row = 0
+        while row < rows:
+            left = rows - row
+            at, ct = ai + row * stride, ci + row * columns
+            if left >= 8:
+                eight(a, at, stride, weights, wi, words, c, ct, columns, add)
+                row += 8
+            elif left >= 4:
+                four(a, at, stride, weights, wi, words, c, ct, columns, add)
+                row += 4
+            elif left >= 2:
+                two(a, at, stride, weights, wi, words, c, ct, columns, add)
+                row += 2
+            else:
+                one(a, at, stride, weights, wi, words, c, ct, columns, add)
+                row += 1
+
+    return product
+
+
+# ---- tiles ----
+
+
+def _tile_product(multiply: Any) -> Any:
+    multiply_whole, multiply_half = multiply
+    load_whole, load_half = tiles.load_block
+    store_whole, store_half = tiles.store_block
+    clear, step = tiles.clear_block, tiles.TILE_ROWS
+
+    @njit(nogil=True, error_model="numpy", boundscheck=False)
+    def product(a, ai, stride, rows, weights, wi, words, c, ci, columns, add):  # type: ignore[no-untyped-def]
+        """Computes a block, of 16 or 32 rows whatever ``rows`` is; see :func:`product_of`."""
+        strip = words * LANES
+        if not add:
+            clear()
+        if rows > step:
+            if add:
+                load_whole(c, ci, columns)
+            for word in range(0, words, step):
+                multiply_whole(a, ai + word, stride, weights, wi + word * LANES, strip)
+            store_whole(c, ci, columns)
+        else:
+            if add:
+                load_half(c, ci, columns)
+            for word in range(0, words, step):
+                multiply_half(a, ai + word, stride, weights, wi + word * LANES, strip)
+            store_half(c, ci, columns)
+
+    return product
+
+
+# ---- choice ----
+
+PRECISIONS = ("float32", "bfloat16", "int8")
+
+
+def unsupported(precision: str) -> str | None:
+    """Why this processor has no instructions for products of this precision, or ``None`` if it has."""
+    features = binding.get_host_cpu_features()
+    needed = {"float32": None, "bfloat16": "avx512bf16", "int8": "avx512vnni"}[precision]
+    if needed is None or features.get(needed) or tiles.available():
+        return None
+    return f"the processor computes no {precision} products (it lacks {needed} and AMX)"
+
+
+def uses_tiles(precision: str) -> bool:
+    """Whether products of this precision run in matrix tiles here."""
+    return precision != "float32" and tiles.available()
+
+
+@cache
+def product_of(precision: str, *, in_tiles: bool) -> Any:
+    """The kernel ``product(a, ai, stride, rows, weights, wi, words, c, ci, columns, add)``.
+
+    It sets (or with ``add`` adds to) ``rows`` rows by 32 columns of ``c`` from ``c[ci]`` on, ``columns`` numbers from
+    row to row. ``a`` holds words: row r begins at ``a[ai + r * stride]``. The two strips of weights begin at
+    ``weights[wi]``, each ``words`` times 16 words long. ``c`` is float32, for int8 int32; activations are unsigned then.
+    In tiles, rows are computed by sixteens, so that memory for them has to be there, and ``words`` is a multiple of 16.
+    """
+    if in_tiles:
+        return _tile_product({"bfloat16": tiles.multiply_bfloat16, "int8": tiles.multiply_int8}[precision])
+    multiply_add, sums_type = {
+        "float32": (_fma_float32, _F32X16),
+        "bfloat16": (_instruction("vdpbf16ps", _F32X16), _F32X16),
+        "int8": (_instruction("vpdpbusd", _I32X16), _I32X16),
+    }[precision]
+    return _vector_product(multiply_add, sums_type)

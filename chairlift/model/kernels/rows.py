@@ -1,0 +1,100 @@
+"""What happens to a row of activations between two products."""
+
+# ruff: noqa: ARG001 -- Numba looks at the parameters' number and names.
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numba.extending import overload
+
+from chairlift.model.kernels.kinds import is_quantized
+from chairlift.model.kernels.simd import (
+    LANES,
+    divide,
+    exp2,
+    fma,
+    load,
+    maximum,
+    minimum,
+    splat,
+    store,
+    total,
+)
+
+SOURCE_DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+LOG2_E = np.float32(1.4426950408889634)
+# Beyond this 2^x is no float32 any more, and 1 + 2^x long as good as 2^x.
+EXP2_MAX = np.float32(126)
+INT8_MAX, INT8_ZERO = 127, 128
+TINY = np.float32(1e-30)
+
+_compiled = njit(nogil=True, error_model="numpy", boundscheck=False)
+
+
+@_compiled
+def embed(token: int, embedding: Any, x: Any, xi: int, size: int) -> None:
+    """Copies a token's embedding to ``x[xi:xi + size]``."""
+    zero, one = splat(np.float32(0)), splat(np.float32(1))
+    for i in range(0, size, LANES):
+        store(x, xi + i, fma(load(embedding, token * size + i), one, zero))
+
+
+@_compiled
+def normalize(x: Any, xi: int, weight: Any, wi: int, size: int, eps: float, row: Any, ri: int) -> None:
+    """RMSNorm (arXiv:1910.07467) of ``size`` numbers, in float32, into ``row[ri:ri + size]``."""
+    zero = splat(np.float32(0))
+    squares = zero
+    for i in range(0, size, LANES):
+        lanes = load(x, xi + i)
+        squares = fma(lanes, lanes, squares)
+    factor = splat(np.float32(1) / np.sqrt(total(squares) / np.float32(size) + eps))
+    for i in range(0, size, LANES):
+        store(row, ri + i, fma(fma(load(x, xi + i), factor, zero), load(weight, wi + i), zero))
+
+
+def write_row(kind, source, si, size, activations, ai, scales, row):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Writes float32 numbers as a product takes them; int8 is scaled by the row's largest number."""
+    raise NotImplementedError
+
+
+@overload(write_row)
+def _write_row(kind, source, si, size, activations, ai, scales, row):  # type: ignore[no-untyped-def]
+    def rounded(kind, source, si, size, activations, ai, scales, row):  # type: ignore[no-untyped-def]
+        zero, one = splat(np.float32(0)), splat(np.float32(1))
+        for i in range(0, size, LANES):
+            store(activations, ai + i, fma(load(source, si + i), one, zero))
+
+    def quantized(kind, source, si, size, activations, ai, scales, row):  # type: ignore[no-untyped-def]
+        largest = TINY
+        for i in range(size):
+            largest = max(largest, abs(source[si + i]))
+        scales[row] = largest / np.float32(INT8_MAX)
+        factor = np.float32(INT8_MAX) / largest
+        for i in range(size):
+            activations[ai + i] = np.uint8(np.int32(np.rint(source[si + i] * factor)) + INT8_ZERO)
+
+    return quantized if is_quantized(kind) else rounded
+
+
+@_compiled
+def gated(gate: Any, up: Any) -> Any:
+    """SiLU of one vector times the other (SwiGLU, arXiv:2002.05202)."""
+    zero, one = splat(np.float32(0)), splat(np.float32(1))
+    power = minimum(fma(gate, splat(-LOG2_E), zero), splat(EXP2_MAX))
+    return divide(fma(gate, up, zero), fma(exp2(power), one, one))
+
+
+@_compiled
+def rotate(row: Any, first: int, half: int, cos: Any, sin: Any, ai: int) -> None:
+    """Rotates a head of ``2 * half`` numbers in place (RoPE, arXiv:2104.09864), its halves against each other."""
+    for i in range(half):
+        a, b = row[first + i], row[first + half + i]
+        c, s = cos[ai + i], sin[ai + i]
+        row[first + i] = a * c - b * s
+        row[first + half + i] = b * c + a * s

@@ -1,0 +1,88 @@
+"""How the threads of one kernel share its work: they claim pieces from counters, and meet at barriers.
+
+A kernel that runs a whole step has hundreds of stages. To fork and join a thread pool for each would cost more than
+many of the stages; two atomic counters do not.
+
+Counters live in an int64 array, each in a cache line of its own, and are zeroed before the kernel starts.
+"""
+
+# ruff: noqa: ARG001 -- Numba looks at the parameters' number and names.
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llvmlite import ir
+from numba import njit
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+COUNTER = 8
+"""Numbers from one counter to the next: a cache line."""
+SPINS = 2000
+"""Turns that a thread waits for the others before it lets another process have its core: tens of microseconds. Whom it
+waits for may be off its core, and then nothing is gained by holding this one."""
+
+SOURCE_DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+_I64 = ir.IntType(64)
+
+
+def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+    return builder.gep(context.make_array(array_type)(context, builder, array).data, [index])
+
+
+def _call(builder: Any, result: Any, name: str) -> None:
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, []), name)  # type: ignore[no-untyped-call]
+    builder.call(function, [])
+
+
+@intrinsic
+def _add(typing_context: Any, counters: Any, index: Any, amount: Any) -> tuple[Any, Callable[..., Any]]:
+    """Adds to a counter and returns what it was."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = _address(context, builder, counters, arguments[0], arguments[1])
+        return builder.atomic_rmw("add", pointer, arguments[2], "acq_rel")
+
+    return types.int64(counters, types.intp, types.int64), generate
+
+
+@intrinsic
+def _read(typing_context: Any, counters: Any, index: Any) -> tuple[Any, Callable[..., Any]]:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load_atomic(_address(context, builder, counters, arguments[0], arguments[1]), "acquire", 8)
+
+    return types.int64(counters, types.intp), generate
+
+
+@intrinsic
+def _yield_core(typing_context: Any) -> tuple[Any, Callable[..., Any]]:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _call(builder, ir.IntType(32), "sched_yield")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@njit(nogil=True, error_model="numpy", boundscheck=False)
+def claim(counters: Any, stage: int) -> int:
+    """The next piece of a stage that nobody has taken: 0, 1, 2 and so on, without end. Stage 0 is the barriers' own."""
+    return _add(counters, stage * COUNTER, 1)  # type: ignore[call-arg, return-value]
+
+
+@njit(nogil=True, error_model="numpy", boundscheck=False)
+def meet(counters: Any, threads: int, times: int) -> int:
+    """Waits until all threads are here. ``times`` is how often they have met before; returns how often by now."""
+    times += 1
+    if threads > 1:
+        _add(counters, 0, 1)  # type: ignore[call-arg]
+        spins = 0
+        while _read(counters, 0) < threads * times:  # type: ignore[call-arg, operator]
+            spins += 1
+            if spins > SPINS:
+                _yield_core()  # type: ignore[call-arg]
+    return times

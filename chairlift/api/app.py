@@ -20,6 +20,8 @@ from chairlift.api.generation import Frontend
 from chairlift.api.lifecycle import Admission, Lifecycle
 from chairlift.api.observe import REQUEST_ID, Observe
 from chairlift.api.operations import add_operation_routes
+from chairlift.api.responses import create_response
+from chairlift.api.tokenize import add_text_routes
 from chairlift.api.tracing import SpanWriter
 from chairlift.config import ServerConfig
 from chairlift.engine.client import AsyncEngineClient
@@ -113,6 +115,12 @@ def _add_generation_routes(app: FastAPI, frontend: Frontend) -> None:
     @app.post("/v1/chat/completions", response_model=None)
     async def chat_completions(request: Request) -> Response:
         return await create_chat_completion(frontend, request)
+
+    @app.post("/v1/responses", response_model=None)
+    async def responses(request: Request) -> Response:
+        return await create_response(frontend, request)
+
+    add_text_routes(app, frontend)
 
 
 async def _on_api_error(_: Request, error: Exception) -> Response:

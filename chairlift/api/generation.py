@@ -133,7 +133,7 @@ class Frontend:
         self.check_room(len(prompts) * params.n)
         for prompt in prompts:
             self._check_prompt(prompt, body.requested_max_tokens, param)
-        self._check_tokens(params.stop_token_ids, "stop_token_ids")
+        self.check_tokens(params.stop_token_ids, "stop_token_ids")
         return OutputStream(
             self.engine,
             self.tokenizer,
@@ -146,7 +146,7 @@ class Frontend:
     def _check_prompt(self, prompt: Sequence[int], max_tokens: int | None, param: str) -> None:
         if not prompt:
             raise bad_request("the prompt is empty; it must have at least one token", param, code="empty_prompt")
-        self._check_tokens(prompt, param)
+        self.check_tokens(prompt, param)
         limit = self.engine.capacity.max_model_len
         if len(prompt) + (max_tokens or 1) > limit:
             wanted = f"max_tokens = {shown(max_tokens)}" if max_tokens else "at least 1 token to generate"
@@ -158,7 +158,8 @@ class Frontend:
                 code="context_length_exceeded",
             )
 
-    def _check_tokens(self, token_ids: Sequence[int], param: str) -> None:
+    def check_tokens(self, token_ids: Sequence[int], param: str) -> None:
+        """Raises a 400 :class:`APIError` unless all of them are tokens of the model."""
         vocab_size = self.engine.capacity.vocab_size
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
             wrong = next(token for token in token_ids if not 0 <= token < vocab_size)

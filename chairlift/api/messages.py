@@ -19,6 +19,17 @@ from chairlift.text.tool_calls import (
 )
 
 
+def check_tools(frontend: Frontend, body: ChatBody) -> None:
+    """Raises a 400 :class:`APIError` if there are tools and the model has none."""
+    called = next((i for i, message in enumerate(body.messages) if message.tool_calls), None)
+    if (body.tools_in_use or called is not None) and not frontend.tokenizer.chat_template.takes_tools:
+        raise bad_request(
+            "this model's chat template has no tools, so the model was not taught to call any; leave them out",
+            "tools" if body.tools_in_use else f"messages[{called}].tool_calls",
+            code="unsupported_parameter",
+        )
+
+
 class MessageReaders:
     """Makes a reader for each choice of an answer.
 
@@ -31,13 +42,7 @@ class MessageReaders:
         self._tools = bool(body.tools_in_use)
         self._choice = body.tool_choice or ToolChoice("auto")
         self._parallel = body.parallel_tool_calls is not False
-        called = next((i for i, message in enumerate(body.messages) if message.tool_calls), None)
-        if (self._tools or called is not None) and not frontend.tokenizer.chat_template.takes_tools:
-            raise bad_request(
-                "this model's chat template has no tools, so the model was not taught to call any; leave them out",
-                "tools" if self._tools else f"messages[{called}].tool_calls",
-                code="unsupported_parameter",
-            )
+        check_tools(frontend, body)
         if self._tools and self._choice.mode == "auto" and self.parser_name is None:
             raise bad_request(
                 "how this model writes calls is not known; start the server with --tool-call-parser, or force a call "

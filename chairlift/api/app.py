@@ -23,6 +23,7 @@ from chairlift.api.operations import add_operation_routes
 from chairlift.api.responses import create_response
 from chairlift.api.tokenize import add_text_routes
 from chairlift.api.tracing import SpanWriter
+from chairlift.api.unknown import WARNING_HEADER, WarnOfUnknown
 from chairlift.config import ServerConfig
 from chairlift.engine.client import AsyncEngineClient
 from chairlift.engine.metrics import EngineMetrics, MeteredEngine
@@ -31,7 +32,7 @@ from chairlift.text.tool_calls import detect_parser
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for an answer that nobody waits for; it is never sent, but logs show it."""
-EXPOSED_HEADERS = (REQUEST_ID, "retry-after")
+EXPOSED_HEADERS = (REQUEST_ID, WARNING_HEADER, "retry-after")
 """Headers of an answer that scripts of another origin may read, beside those that the standard lets them."""
 
 
@@ -92,6 +93,7 @@ def _add_middleware(
     app: FastAPI, config: ServerConfig, lifecycle: Lifecycle, metrics: EngineMetrics, spans: SpanWriter | None
 ) -> None:
     """From the innermost to the outermost: a request without a key is refused before it counts as open."""
+    app.add_middleware(WarnOfUnknown)
     app.add_middleware(Admission, lifecycle=lifecycle)
     if config.api_keys:
         app.add_middleware(RequireKey, api_keys=config.api_keys)

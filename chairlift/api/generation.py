@@ -79,7 +79,7 @@ class Frontend:
 
     def check_choices(self, num_prompts: int, body: GenerationBody, param: str) -> None:
         """Raises a 400 :class:`APIError` if so many prompts, from the field ``param``, make too many choices."""
-        n = body.n or 1
+        n = body.num_sequences
         if num_prompts * n > MAX_SEQUENCES:
             raise bad_request(
                 f"{num_prompts} prompts with n = {n} make {num_prompts * n} choices, and the limit is {MAX_SEQUENCES}; "
@@ -116,7 +116,13 @@ class Frontend:
             raise bad_request(str(error), param) from error
 
     def outputs(
-        self, prompts: Sequence[Sequence[int]], body: GenerationBody, *, max_tokens: int | None, param: str
+        self,
+        prompts: Sequence[Sequence[int]],
+        body: GenerationBody,
+        *,
+        max_tokens: int | None,
+        param: str,
+        echo: bool = False,
     ) -> OutputStream:
         """Checks prompts against the model's limits and prepares their sequences.
 
@@ -125,6 +131,7 @@ class Frontend:
             body: what to sample, and how often.
             max_tokens: what the client asked for; ``None`` for up to the model's length.
             param: the field that the prompts come from.
+            echo: see :class:`~chairlift.text.output.SequenceOutput`.
 
         Raises:
             APIError: 400, the request cannot be run. The message has the arithmetic.
@@ -134,11 +141,13 @@ class Frontend:
         for prompt in prompts:
             self._check_prompt(prompt, body.requested_max_tokens, param)
         self.check_tokens(params.stop_token_ids, "stop_token_ids")
+        self.check_tokens(tuple(params.logit_bias or ()), "logit_bias")
         return OutputStream(
             self.engine,
             self.tokenizer,
             prompts,
             params,
+            echo=echo,
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
         )
@@ -148,11 +157,12 @@ class Frontend:
             raise bad_request("the prompt is empty; it must have at least one token", param, code="empty_prompt")
         self.check_tokens(prompt, param)
         limit = self.engine.capacity.max_model_len
-        if len(prompt) + (max_tokens or 1) > limit:
-            wanted = f"max_tokens = {shown(max_tokens)}" if max_tokens else "at least 1 token to generate"
+        new = 1 if max_tokens is None else max_tokens
+        if len(prompt) + new > limit:
+            wanted = "at least 1 token to generate" if max_tokens is None else f"max_tokens = {shown(max_tokens)}"
             raise bad_request(
                 f"the model's limit is {limit} tokens, and the prompt's {len(prompt)} and {wanted} make "
-                f"{shown(len(prompt) + (max_tokens or 1))}; shorten the prompt"
+                f"{shown(len(prompt) + new)}; shorten the prompt"
                 f"{' or lower max_tokens' if max_tokens else ''}",
                 param,
                 code="context_length_exceeded",
@@ -179,10 +189,19 @@ def engine_errors() -> Iterator[None]:
 
 def usage(prompts: Sequence[Sequence[int]], outputs: OutputStream) -> dict[str, Any]:
     """The ``usage`` of an answer; a prompt counts once, whatever ``n`` is."""
-    prompt_tokens = sum(map(len, prompts))
+    cached = {"prompt_tokens_details": {"cached_tokens": outputs.cached_tokens}}
+    return _usage(sum(map(len, prompts)), outputs.completion_tokens) | cached
+
+
+def usage_of_choice(prompts: Sequence[Sequence[int]], outputs: OutputStream, index: int) -> dict[str, Any]:
+    """The ``usage`` of one choice so far, as a chunk of its stream has it."""
+    prompt = prompts[index // (outputs.num_sequences // len(prompts))]
+    return _usage(len(prompt), outputs.completion_tokens_of(index))
+
+
+def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt_tokens,
-        "completion_tokens": outputs.completion_tokens,
-        "total_tokens": prompt_tokens + outputs.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": outputs.cached_tokens},
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
     }

@@ -3,14 +3,13 @@
 Three kinds of field are told apart. Those that are modelled have a type and a range. Those of the API that the engine
 does not have are taken where they ask for nothing (null, or the value that changes nothing) and refused by name
 otherwise, because an answer that silently ignores them is wrong. Those that cannot change the answer are ignored.
-Anything else is unknown, most likely a misspelling, and refused.
+Anything else is unknown, and ignored with a warning (see :mod:`chairlift.api.unknown`).
 
 https://platform.openai.com/docs/api-reference; the fields that are vLLM's own have its names and meanings.
 """
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -27,12 +26,15 @@ from chairlift.api.errors import APIError, bad_request, shown
 from chairlift.api.fields import Body, Unsupported
 from chairlift.api.forms import Choices, JsonSchema, Pattern, ResponseFormat, StructuredOutputs, form_specs
 from chairlift.api.tools import MAX_TOOLS, ToolBody, ToolCallBody, ToolChoice, ToolChoiceField, call_spec
-from chairlift.scheduling.sampling_params import SEED_BITS, SamplingParams, StructuredSpec
+from chairlift.scheduling.sampling_params import MAX_BIAS, SEED_BITS, SamplingParams, StructuredSpec
 
 MAX_N = 128
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKENS = 256
+MAX_BIASES = 1024
+MAX_LOGPROBS = 20
+MAX_DIGITS = 10
 COMPLETION_MAX_TOKENS = 16
 TEMPLATE_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_prompt"})
 
@@ -73,14 +75,41 @@ def _all_ints(items: list[object]) -> bool:
     return all(type(item) is int for item in items)
 
 
+def _biases(value: object) -> dict[int, float]:
+    """Takes token ids as JSON has to write them; by hand, because a strict integer is no string."""
+    wrong = PydanticCustomError(
+        "biases", f"should be an object of at most {MAX_BIASES} token ids, each with a number from -100 to 100"
+    )
+    if not isinstance(value, dict) or len(value) > MAX_BIASES:
+        raise wrong
+    biases = {}
+    for name, bias in value.items():
+        if not (isinstance(name, str) and name.isascii() and name.isdigit() and len(name) <= MAX_DIGITS):
+            raise wrong
+        if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise wrong
+        biases[int(name)] = float(bias)
+    return biases
+
+
+def _count_or_false(value: object) -> object:
+    return None if value is False else value
+
+
+LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+
+
 class StreamOptions(Body):
     """What a stream carries beside the text."""
 
-    unsupported: ClassVar[Unsupported] = {"continuous_usage_stats": (False,)}
+    place = "stream_options"
     ignored = frozenset({"include_obfuscation"})
 
     include_usage: bool | None = Field(
         None, description="End the stream with a chunk that has the usage and no choice."
+    )
+    continuous_usage_stats: bool | None = Field(
+        None, description="With include_usage: every chunk has the usage of its choice so far."
     )
 
 
@@ -88,16 +117,15 @@ class GenerationBody(Body):
     """What completions and chat completions have in common."""
 
     unsupported: ClassVar[Unsupported] = {
-        "frequency_penalty": (0,),
-        "presence_penalty": (0,),
-        "repetition_penalty": (1,),
-        "logit_bias": ({},),
-        "logprobs": (False,),
-        "prompt_logprobs": (),
-        "min_tokens": (0,),
-        "include_stop_str_in_output": (False,),
-        "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,),
+        "allowed_token_ids": (),
+        "bad_words": ([],),
+        "detokenize": (True,),
+        "length_penalty": (1,),
+        "logits_processors": ([],),
+        "return_tokens_as_token_ids": (False,),
+        "truncate_prompt_tokens": (),
+        "use_beam_search": (False,),
         "guided_decoding_backend": (),
         "guided_whitespace_pattern": (),
         "store": (False,),
@@ -108,7 +136,12 @@ class GenerationBody(Body):
     stream: bool | None = Field(None, description="Send the text as server-sent events while it is generated.")
     stream_options: StreamOptions | None = Field(None, description="Only with stream.")
     n: int | None = Field(None, ge=1, le=MAX_N, description="Completions of each prompt.")
-    max_tokens: int | None = Field(None, ge=1, description="The most tokens to generate for each choice.")
+    max_tokens: int | None = Field(
+        None, ge=0, description="The most tokens to generate for each choice; 0 with echo or prompt_logprobs only."
+    )
+    min_tokens: int | None = Field(
+        None, ge=0, description="Look for no stop and no end of sequence before so many tokens are generated."
+    )
     temperature: float | None = Field(
         None, ge=0, le=2, allow_inf_nan=False, description="0 takes the most likely token. Default: 1."
     )
@@ -117,14 +150,32 @@ class GenerationBody(Body):
     min_p: float | None = Field(
         None, ge=0, le=1, description="Drop tokens less likely than this share of the likeliest."
     )
+    presence_penalty: float | None = Field(
+        None, ge=-2, le=2, description="Subtracted from the logits of tokens generated before."
+    )
+    frequency_penalty: float | None = Field(
+        None, ge=-2, le=2, description="Subtracted from a token's logit for each time it was generated."
+    )
+    repetition_penalty: float | None = Field(
+        None, ge=0.01, le=100, description="Above 1 makes tokens of the prompt and of the answer less likely."
+    )
+    logit_bias: Annotated[dict[int, float], PlainValidator(_biases, json_schema_input_type=dict[str, float])] | None = (
+        Field(None, description="Added to the logits of these token ids, from -100 to 100.")
+    )
     seed: int | None = Field(
         None, ge=-(2 ** (SEED_BITS - 1)), lt=2**SEED_BITS, description="Makes sampling repeatable."
+    )
+    prompt_logprobs: LogprobCount | None = Field(
+        None, description="The log-probability of each prompt token, and of so many of the most likely ones."
     )
     stop: StopStrings | None = Field(None, description="Strings that end the text; they are not part of it.")
     stop_token_ids: list[int] | None = Field(
         None, max_length=MAX_STOP_TOKENS, fail_fast=True, description="Tokens that end the text."
     )
     ignore_eos: bool | None = Field(None, description="Go on past the end-of-sequence token.")
+    include_stop_str_in_output: bool | None = Field(None, description="Leave what ended the text at its end.")
+    skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text. Default: true.")
+    return_token_ids: bool | None = Field(None, description="Give the ids of the tokens beside the text.")
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="For the priority policy; lower goes first.")
     cache_salt: str | None = Field(
         None, min_length=1, max_length=256, description="Only requests with the same salt share computed prompts."
@@ -176,10 +227,47 @@ class GenerationBody(Body):
             )
         return self
 
+    @model_validator(mode="after")
+    def _something_to_answer(self) -> GenerationBody:
+        if self.max_tokens == 0 and self.num_prompt_logprobs is None and not self.echoes:
+            raise PydanticCustomError(
+                "unsupported", "= 0 generates nothing: it is for echo and prompt_logprobs only", {"field": "max_tokens"}
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _prompt_logprobs_need_a_whole_answer(self) -> GenerationBody:
+        if self.prompt_logprobs is not None and self.stream:
+            raise PydanticCustomError(
+                "unsupported", "is not for stream: true; leave out one of them", {"field": "prompt_logprobs"}
+            )
+        return self
+
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream has the usage so far."""
+        options = self.stream_options
+        return self.include_usage and options is not None and bool(options.continuous_usage_stats)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are run for each prompt."""
+        return self.n or 1
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the most likely tokens are wanted with each generated one; ``None`` for no logprobs at all."""
+        return None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return self.prompt_logprobs
 
     @property
     def requested_max_tokens(self) -> int | None:
@@ -187,36 +275,107 @@ class GenerationBody(Body):
         return self.max_tokens
 
     def sampling_params(self, *, max_tokens: int | None) -> SamplingParams:
-        """Returns what the sampler is asked, with the API's defaults where the body says nothing."""
+        """Returns what the sampler is asked, with the API's defaults where the body says nothing.
+
+        Raises:
+            APIError: 400, fields that do not go together.
+        """
+        min_tokens = _or(self.min_tokens, 0)
+        if max_tokens is not None and min_tokens > max_tokens:
+            message = f"min_tokens = {shown(min_tokens)} is more than max_tokens = {shown(max_tokens)}; lower it"
+            raise bad_request(message, "min_tokens", code="invalid_value")
         return SamplingParams(
-            n=_or(self.n, 1),
+            n=self.num_sequences,
             max_tokens=max_tokens,
+            min_tokens=min_tokens,
             temperature=_or(self.temperature, 1.0),
             top_p=_or(self.top_p, 1.0),
             top_k=_or(self.top_k, 0),
             min_p=_or(self.min_p, 0.0),
+            presence_penalty=_or(self.presence_penalty, 0.0),
+            frequency_penalty=_or(self.frequency_penalty, 0.0),
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            logit_bias=self.logit_bias,
             seed=self.seed,
             stop=self.stop or (),
             stop_token_ids=self.stop_token_ids or (),
             ignore_eos=bool(self.ignore_eos),
+            include_stop_str_in_output=bool(self.include_stop_str_in_output),
+            skip_special_tokens=self.skip_special_tokens is not False,
+            logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
             structured=self.structured,
         )
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the text begins with the prompt."""
+        return False
 
 
 class CompletionBody(GenerationBody):
     """The body of ``POST /v1/completions``."""
 
-    unsupported: ClassVar[Unsupported] = GenerationBody.unsupported | {"best_of": (1,), "echo": (False,), "suffix": ()}
+    unsupported: ClassVar[Unsupported] = GenerationBody.unsupported | {"suffix": ()}
 
     prompt: Annotated[
         list[TextOrTokens],
         PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ] = Field(description="A text, token ids, or a list of either, which gives n choices for each item in order.")
     add_special_tokens: bool | None = Field(None, description="Begin a text with the model's BOS token. Default: true.")
+    best_of: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_N,
+        description="Sequences to generate; given are the n whose tokens are likeliest.",
+    )
+    echo: bool | None = Field(None, description="Begin the text with the prompt, and the logprobs with the prompt's.")
+    logprobs: Annotated[LogprobCount | None, BeforeValidator(_count_or_false)] = Field(
+        None, description="The log-probability of each token, and of so many of the most likely ones."
+    )
+
+    @model_validator(mode="after")
+    def _best_of_at_least_n(self) -> CompletionBody:
+        if self.best_of is None:
+            return self
+        n = self.n or 1
+        if self.best_of < n:
+            raise PydanticCustomError("unsupported", f"must be at least n = {n}", {"field": "best_of"})
+        if self.stream and self.best_of > n:
+            raise PydanticCustomError(
+                "unsupported",
+                "is not for stream: true, where nothing can be taken back; leave out one of them",
+                {"field": "best_of"},
+            )
+        return self
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are run for each prompt."""
+        return self.best_of or self.n or 1
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the most likely tokens are wanted with each generated one; ``None`` for no logprobs at all."""
+        ranked = self.num_sequences > (self.n or 1)
+        return 0 if ranked and self.logprobs is None else self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the tokens of the prompt; an echo has those of its logprobs."""
+        counts = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in counts if count is not None), default=None)
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the text begins with the prompt."""
+        return bool(self.echo)
 
 
 class TextPart(Body):
     """A piece of a message's content."""
+
+    place = "messages[].content[]"
 
     type: Literal["text"]
     text: str
@@ -229,6 +388,7 @@ def _as_parts(value: object) -> object:
 class MessageBody(Body):
     """One message of a conversation."""
 
+    place = "messages[]"
     unsupported: ClassVar[Unsupported] = {"function_call": (), "audio": (), "refusal": ()}
     ignored = frozenset({"name", "annotations"})
 
@@ -262,7 +422,6 @@ class ChatBody(GenerationBody):
     """The body of ``POST /v1/chat/completions``."""
 
     unsupported: ClassVar[Unsupported] = GenerationBody.unsupported | {
-        "top_logprobs": (0,),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
@@ -289,6 +448,23 @@ class ChatBody(GenerationBody):
         None, description="Go on with the last message, an assistant's, instead of a new one."
     )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="More variables for the chat template.")
+    logprobs: bool | None = Field(None, description="Give the log-probability of each token of the answer.")
+    top_logprobs: LogprobCount | None = Field(
+        None, description="With logprobs: give also those of so many of the most likely tokens."
+    )
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise PydanticCustomError(
+                "unsupported", "is only for logprobs: true; set that or leave it out", {"field": "top_logprobs"}
+            )
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the most likely tokens are wanted with each generated one; ``None`` for no logprobs at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -355,10 +531,10 @@ def parse(model: type[B], data: object) -> B:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise _explain(model, error.errors(include_url=False)[0]) from None
+        raise _explain(error.errors(include_url=False)[0]) from None
 
 
-def _explain(model: type[Body], error: ErrorDetails) -> APIError:
+def _explain(error: ErrorDetails) -> APIError:
     """Says what to change, from what pydantic says is wrong."""
     context = error.get("ctx", {})
     field = (context["field"],) if error["type"] == "unsupported" else ()
@@ -366,11 +542,6 @@ def _explain(model: type[Body], error: ErrorDetails) -> APIError:
     match error["type"]:
         case "unsupported":
             return bad_request(f"{param} {error['msg']}", param, code="unsupported_parameter")
-        case "extra_forbidden":
-            names = [*model.model_fields, *model.unsupported, *model.ignored]
-            close = get_close_matches(str(error["loc"][-1])[:64], names, n=1)
-            hint = f"did you mean {close[0]}?" if close else "leave it out"
-            return bad_request(f"unknown field {param}: {hint}", param, code="unknown_parameter")
         case "missing":
             return bad_request(f"{param} is required", param, code="missing_required_parameter")
         case "model_type":

@@ -80,9 +80,10 @@ class Events:
         self._head = f"data: {encode_json(head)[:-1]},"
         self._tail = '}],"usage":null}\n\n' if include_usage else "}]}\n\n"
 
-    def choice(self, fields: str) -> bytes:
-        """A chunk with one choice, whose fields are given as JSON without the braces."""
-        return f'{self._head}"choices":[{{{fields}{self._tail}'.encode()
+    def choice(self, fields: str, usage: Mapping[str, Any] | None = None) -> bytes:
+        """A chunk with one choice, whose fields are given as JSON without the braces, and maybe the usage so far."""
+        tail = self._tail if usage is None else f'}}],"usage":{encode_json(usage)}}}\n\n'
+        return f'{self._head}"choices":[{{{fields}{tail}'.encode()
 
     def usage(self, usage: Mapping[str, Any]) -> bytes:
         """The chunk that has the usage, and no choice."""

@@ -96,6 +96,14 @@ class Guide(Protocol):
         ...
 
 
+def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    """Raises ValueError if the parameters name a token that the model does not have."""
+    for field_name, token_ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        for token_id in token_ids or ():
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(f"{field_name} names token {token_id}; the model's are from 0 to {vocab_size - 1}")
+
+
 class EngineCore:
     """One scheduler, one executor, and the thread that owns them both.
 
@@ -120,6 +128,7 @@ class EngineCore:
         self._drain = drain
         self._eos_token_ids = frozenset(eos_token_ids)
         capacity = executor.capacity()
+        self._vocab_size = capacity.vocab_size
         self._block_bytes = capacity.block_size * capacity.kv_bytes_per_token
         self.step_log = StepLog() if step_log is None else step_log
         self._guide = guide
@@ -197,6 +206,7 @@ class EngineCore:
 
     def _schedule(self, command: AddRequest, output: StepOutput) -> None:
         try:
+            check_vocabulary(command.params, self._vocab_size)
             self.scheduler.add(
                 Request(
                     command.request_id,

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 from chairlift.config import EngineConfig
 from chairlift.engine.build import build_core
-from chairlift.engine.core import AbortRequest, AddRequest, Command, StepOutput
+from chairlift.engine.core import AbortRequest, AddRequest, Command, StepOutput, check_vocabulary
 from chairlift.model.source import resolve
-from chairlift.scheduling.plan import RequestTiming
+from chairlift.scheduling.plan import RequestTiming, TokenLogprob
 from chairlift.scheduling.sampling_params import SEED_BITS, SamplingParams
 from chairlift.text.errors import PromptError
 from chairlift.text.output import SequenceOutput, fan_out
@@ -30,11 +30,12 @@ class Completion:
 
     Attributes:
         index: which of the ``n`` answers to its prompt.
-        text: without the stop string, end-of-sequence token and special tokens.
+        text: without the stop string, end-of-sequence token and special tokens, unless the parameters keep them.
         token_ids: all tokens generated up to the end, the one that ended it included.
         finish_reason: "stop" or "length".
         stop_reason: the stop string, or the token among ``stop_token_ids``, that ended it.
         timing: when its stages began, in seconds of the monotonic clock.
+        logprobs: of each of ``token_ids``, if the parameters ask for them.
     """
 
     index: int
@@ -43,6 +44,7 @@ class Completion:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     timing: RequestTiming | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -53,17 +55,20 @@ class GenerationOutput:
         prompt: as given; ``None`` where it was given as token ids.
         prompt_token_ids: what the model read.
         outputs: one for each of ``params.n``.
+        prompt_logprobs: of each prompt token but the first, if the parameters ask for them.
     """
 
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[Completion]
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Running:
     """A sequence on its way."""
 
+    result: GenerationOutput
     completion: Completion
     output: SequenceOutput
 
@@ -118,7 +123,7 @@ class LLM:
 
         Raises:
             PromptError: a prompt is empty, too long, or holds token ids that the model does not have. Nothing has run.
-            ValueError: prompts and parameters do not match in number.
+            ValueError: prompts and parameters do not match in number, or parameters name tokens that are not there.
         """
         prompts = _as_list(prompts)
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
@@ -127,17 +132,17 @@ class LLM:
                 f"{len(prompts)} prompts but {len(each)} sampling parameters; give one for all, or one each"
             )
         encoded = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
-        for number, token_ids in enumerate(encoded):
-            self._check(number, token_ids)
+        for number, (token_ids, prompt_params) in enumerate(zip(encoded, each, strict=True)):
+            self._check(number, token_ids, prompt_params)
         results, running = [], {}
         for prompt, token_ids, prompt_params in zip(prompts, encoded, each, strict=True):
-            outputs = []
+            result = GenerationOutput(prompt if isinstance(prompt, str) else None, token_ids, [])
             for index, sequence_params in enumerate(fan_out(prompt_params)):
-                outputs.append(Completion(index))
+                result.outputs.append(Completion(index))
                 request_id = self._submit(token_ids, sequence_params)
-                text = SequenceOutput(index, self.tokenizer, sequence_params.stop, prompt_token_ids=token_ids)
-                running[request_id] = _Running(outputs[-1], text)
-            results.append(GenerationOutput(prompt if isinstance(prompt, str) else None, token_ids, outputs))
+                text = SequenceOutput(index, self.tokenizer, sequence_params, prompt_token_ids=token_ids)
+                running[request_id] = _Running(result, result.outputs[-1], text)
+            results.append(result)
         self._run(running)
         return results
 
@@ -156,11 +161,12 @@ class LLM:
             result.prompt = prompt
         return results
 
-    def _check(self, number: int, token_ids: Sequence[int]) -> None:
+    def _check(self, number: int, token_ids: Sequence[int], params: SamplingParams) -> None:
         capacity = self.core.executor.capacity()
+        check_vocabulary(params, capacity.vocab_size)
         if not token_ids:
             raise PromptError(f"prompt {number} is empty")
-        if len(token_ids) >= capacity.max_model_len:
+        if len(token_ids) + (params.max_tokens != 0) > capacity.max_model_len:
             raise PromptError(
                 f"prompt {number} has {len(token_ids)} tokens, which leaves no room to generate within the model's "
                 f"length of {capacity.max_model_len}"
@@ -198,6 +204,9 @@ class LLM:
             completion.text += new.text
             completion.token_ids.extend(new.token_ids)
             completion.timing = new.timing or completion.timing
+            completion.logprobs.extend(new.logprobs)
+            if completion.index == 0:  # the others' are the same
+                sequence.result.prompt_logprobs.extend(new.prompt_logprobs)
             if new.finish_reason is not None:
                 completion.finish_reason, completion.stop_reason = new.finish_reason, new.stop_reason
                 del running[delta.request_id]

@@ -10,6 +10,8 @@ SEED_BITS = 64
 MAX_TOKEN_ID = 2**31 - 1
 MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
+REPETITION_PENALTIES = (0.01, 100.0)
+"""Beyond these a logit leaves what float32 can hold."""
 STRUCTURED_KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 
@@ -84,7 +86,7 @@ class SamplingParams:
         presence_penalty: subtracted from the logit of every token generated before, in [-2, 2].
         frequency_penalty: subtracted as often as the token was generated, in [-2, 2].
         repetition_penalty: divides the positive logits, and multiplies the others, of every token in the prompt or
-            generated before; above 0, and 1 changes nothing.
+            generated before; in [0.01, 100], and 1 changes nothing.
         logit_bias: added to the logits of these tokens, in [-100, 100].
         seed: fixes the noise, a pure function of (seed, position); ``None`` draws a fresh seed for each request.
         stop: end as soon as the text contains one of these; the text returned ends before it.
@@ -164,8 +166,9 @@ class SamplingParams:
             value = getattr(self, name)
             if not -MAX_PENALTY <= value <= MAX_PENALTY:
                 raise ValueError(f"{name} must be in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}], got {value}")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise ValueError(f"repetition_penalty must be a finite number above 0, got {self.repetition_penalty}")
+        low, high = REPETITION_PENALTIES
+        if not low <= self.repetition_penalty <= high:
+            raise ValueError(f"repetition_penalty must be in [{low:g}, {high:g}], got {self.repetition_penalty}")
 
     @property
     def greedy(self) -> bool:

@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Self
 
 from chairlift.engine.client import AsyncEngineClient
-from chairlift.scheduling.plan import RequestTiming, SequenceDelta
+from chairlift.scheduling.plan import RequestTiming, SequenceDelta, TokenLogprob
 from chairlift.scheduling.sampling_params import SEED_BITS, SamplingParams
 from chairlift.text.detokenizer import IncrementalDetokenizer
 from chairlift.text.stop import StopMatcher
@@ -49,6 +49,8 @@ class OutputDelta:
         stop_reason: the stop string, or the token among the request's own ``stop_token_ids``, that ended it; ``None``
             for the model's end-of-sequence tokens and other ends.
         timing: when its stages began, with the first delta and the last that the engine gives.
+        logprobs: of each of ``token_ids``, where the request asks for them.
+        prompt_logprobs: of the next prompt tokens, from the second one on; all have come when the first token does.
     """
 
     index: int
@@ -57,6 +59,8 @@ class OutputDelta:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     timing: RequestTiming | None = None
+    logprobs: Sequence[TokenLogprob] = ()
+    prompt_logprobs: Sequence[TokenLogprob] = ()
 
 
 @dataclass(slots=True)
@@ -69,6 +73,13 @@ class SequenceText:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     timing: RequestTiming | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of its tokens, which must have logprobs; 0 without any."""
+        return sum(logprob.logprob for logprob in self.logprobs) / max(1, len(self.logprobs))
 
 
 def fan_out(params: SamplingParams) -> list[SamplingParams]:
@@ -94,16 +105,31 @@ class SequenceOutput:
         self,
         index: int,
         tokenizer: Tokenizer,
-        stop: Sequence[str] = (),
+        params: SamplingParams,
         *,
         prompt_token_ids: Sequence[int] = (),
-        skip_special_tokens: bool = True,
+        echo: bool = False,
     ) -> None:
+        """Begins a sequence.
+
+        Args:
+            index: of the sequence.
+            tokenizer: of the model.
+            params: what to stop at, and what to show.
+            prompt_token_ids: what the sequence goes on from.
+            echo: begin with the prompt's text, which is then in :attr:`prompt_text`, and end a character in it that
+                the prompt leaves half done.
+        """
         self._index = index
+        self._min_tokens = params.min_tokens
+        self._keeps_stop = params.include_stop_str_in_output
         self._detokenizer = IncrementalDetokenizer(
-            tokenizer, prompt_token_ids=prompt_token_ids, skip_special_tokens=skip_special_tokens
+            tokenizer,
+            prompt_token_ids=() if echo else prompt_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
         )
-        self._stop = StopMatcher(stop)
+        self.prompt_text = self._detokenizer.add(prompt_token_ids) if echo else ""
+        self._stop = StopMatcher(params.stop, keep=params.include_stop_str_in_output)
         self.completion_tokens = 0
         self.cached_tokens = 0
 
@@ -112,7 +138,7 @@ class SequenceOutput:
 
         A result with a ``finish_reason`` where ``delta`` has none means that a stop string was found: the engine must
         be told to abort, and nothing more may be fed. Tokens behind the one that completed it are neither counted nor
-        shown, nor is the text of a token that ended the sequence itself.
+        shown, nor, unless the request wants it kept, is the text of a token that ended the sequence itself.
 
         Raises:
             SequenceError: the engine reports an error.
@@ -122,17 +148,19 @@ class SequenceOutput:
         if delta.timing is not None:
             self.cached_tokens = delta.timing.cached_tokens
         shown: list[str] = []
-        ends_with_stop_token = delta.finish_reason == "stop"
+        ends_with_stop_token = delta.finish_reason == "stop" and not self._keeps_stop
         for count, token_id in enumerate(delta.token_ids, start=1):
             self.completion_tokens += 1
             if ends_with_stop_token and count == len(delta.token_ids):
                 break
-            text, matched = self._stop.push(self._detokenizer.add((token_id,)))
+            armed = self.completion_tokens > self._min_tokens
+            text, matched = self._stop.push(self._detokenizer.add((token_id,)), armed=armed)
             shown.append(text)
             if matched is not None:
                 return self._output(delta, shown, delta.token_ids[:count], matched)
         if delta.finish_reason is not None:
-            text, matched = self._stop.push(self._detokenizer.finish())
+            armed = self.completion_tokens > self._min_tokens
+            text, matched = self._stop.push(self._detokenizer.finish(), armed=armed)
             shown.append(text)
             if matched is not None:
                 return self._output(delta, shown, delta.token_ids, matched)
@@ -149,6 +177,8 @@ class SequenceOutput:
             finish_reason="stop" if matched is not None else delta.finish_reason,
             stop_reason=matched if matched is not None else delta.stop_reason,
             timing=delta.timing,
+            logprobs=delta.logprobs[: len(token_ids)],
+            prompt_logprobs=delta.prompt_logprobs,
         )
 
 
@@ -167,11 +197,14 @@ class OutputStream:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         *,
-        skip_special_tokens: bool = True,
+        echo: bool = False,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> None:
-        """Prepares ``params.n`` sequences for each prompt (token ids); nothing runs before ``async with``."""
+        """Prepares ``params.n`` sequences for each prompt (token ids); nothing runs before ``async with``.
+
+        ``echo`` is that of :class:`SequenceOutput`.
+        """
         self._engine = engine
         self._num_prompts = len(prompts)
         self._priority = priority
@@ -182,9 +215,9 @@ class OutputStream:
                 output = SequenceOutput(
                     len(self._sequences),
                     tokenizer,
-                    params.stop,
+                    params,
                     prompt_token_ids=prompt,
-                    skip_special_tokens=skip_special_tokens,
+                    echo=echo,
                 )
                 self._sequences.append((prompt, sequence_params, output))
         self._unfinished = len(self._sequences)
@@ -195,6 +228,19 @@ class OutputStream:
     def completion_tokens(self) -> int:
         """Tokens generated by now over all sequences, each up to its finish."""
         return sum(output.completion_tokens for _, _, output in self._sequences)
+
+    @property
+    def num_sequences(self) -> int:
+        """All of them, ended or not."""
+        return len(self._sequences)
+
+    def completion_tokens_of(self, index: int) -> int:
+        """Tokens that one sequence has generated by now."""
+        return self._sequences[index][2].completion_tokens
+
+    def prompt_text(self, index: int) -> str:
+        """How the text of a sequence begins where the prompt is echoed."""
+        return self._sequences[index][2].prompt_text
 
     @property
     def cached_tokens(self) -> int:
@@ -237,6 +283,8 @@ class OutputStream:
             sequence.token_ids += delta.token_ids
             sequence.finish_reason, sequence.stop_reason = delta.finish_reason, delta.stop_reason
             sequence.timing = delta.timing or sequence.timing
+            sequence.logprobs += delta.logprobs
+            sequence.prompt_logprobs += delta.prompt_logprobs
         for sequence, parts in zip(sequences, texts, strict=True):
             sequence.text = "".join(parts)
         return sequences

@@ -14,28 +14,31 @@ class StopMatcher:
     (Knuth, Morris and Pratt 1977, once for each stop string).
     """
 
-    def __init__(self, stop: Sequence[str]) -> None:
-        """Takes the stop strings, none of them empty."""
+    def __init__(self, stop: Sequence[str], *, keep: bool = False) -> None:
+        """Takes the stop strings, none of them empty, and whether the text is to end with the one that is found."""
         if not all(stop):
             raise ValueError("stop must not contain an empty string")
+        self._keep = keep
         # Longest first: among those that end at the same character it wins.
         self._automata = [_Automaton(string) for string in sorted(set(stop), key=len, reverse=True)]
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, str | None]:
+    def push(self, text: str, *, armed: bool = True) -> tuple[str, str | None]:
         """Takes more text; returns what is safe to show, and the stop string that ended it, if one did.
 
-        After a match the rest is discarded, and the matcher has served.
+        After a match the rest is discarded, and the matcher has served. A stop string that is completed by text that
+        is not ``armed`` ends nothing.
         """
         if not self._automata:
             return text, None
         text, seen = self._held + text, len(self._held)
         for end in range(seen, len(text)):
             for automaton in self._automata:
-                if automaton.feed(text[end]):
+                if automaton.feed(text[end]) and armed:
                     self._held = ""
-                    return text[: end + 1 - len(automaton.string)], automaton.string
-        shown = len(text) - max(automaton.matched for automaton in self._automata)
+                    return text[: end + 1 - (0 if self._keep else len(automaton.string))], automaton.string
+        # What is kept in any case need not be held back.
+        shown = len(text) - (0 if self._keep else max(automaton.matched for automaton in self._automata))
         self._held = text[shown:]
         return text[:shown], None
 
@@ -60,6 +63,8 @@ class _Automaton:
 
     def feed(self, character: str) -> bool:
         """Takes one character; whether the stop string is now complete."""
+        if self.matched == len(self.string):  # it was complete already, and nobody ended
+            self.matched = self._border[self.matched]
         self.matched = _advance(self.string, self._border, self.matched, character)
         return self.matched == len(self.string)
 

@@ -33,8 +33,8 @@ ids = TOKENIZER.encode
 # ---- one sequence ----
 
 
-def feed(deltas: Sequence[SequenceDelta], stop: Sequence[str] = ()) -> tuple[list[OutputDelta], int]:
-    output = SequenceOutput(0, TOKENIZER, stop)
+def feed(deltas: Sequence[SequenceDelta], stop: Sequence[str] = (), **params: Any) -> tuple[list[OutputDelta], int]:
+    output = SequenceOutput(0, TOKENIZER, SamplingParams(stop=stop, **params))
     results = []
     for delta in deltas:
         results.append(output.update(delta))

@@ -120,8 +120,10 @@ async def test_an_unknown_model(client: httpx.AsyncClient, path: str) -> None:
         ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", "5"), ("max_tokens", 2**80), ("temperature", -1),
         ("temperature", 2.5), ("temperature", "hot"), ("top_p", 0), ("top_p", 1.1), ("n", 0), ("n", 1000), ("stop", ""),
         ("stop", [""]), ("stop", 5), ("seed", "x"), ("seed", 2**64), ("stream", "yes"), ("stop_token_ids", [-1]),
-        ("stop_token_ids", [300]), ("stop_token_ids", [2**80]), ("max_token", 5), ("logit_bias", {"1": 1}),
-        ("logprobs", True), ("presence_penalty", 1), ("top_k", -2),
+        ("stop_token_ids", [300]), ("stop_token_ids", [2**80]), ("logit_bias", {"1": 101}),
+        ("logit_bias", {"300": 1}), ("logit_bias", {"99999999999": 1}), ("logprobs", 21), ("logprobs", "all"),
+        ("presence_penalty", 2.1), ("frequency_penalty", -3), ("repetition_penalty", 0), ("min_tokens", -1),
+        ("top_k", -2), ("prompt_logprobs", 21), ("store", True),
         ("min_p", 2), ("stream_options", {"include_usage": True}), ("model", 5),
     ],
 )  # fmt: skip

@@ -191,6 +191,8 @@ class StructuredGuide:
     def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Is told the tokens that came, each one of those allowed."""
         matcher = self._matchers[request_id].result()
+        if matcher.is_stopped() and not matcher.is_error():
+            return  # the form is complete; rows of a static batch go on after their end, and may end again and again
         if not matcher.consume_tokens(list(token_ids)):
             raise FormError(f"the form of the answer cannot be followed: {_short(matcher.get_error())}")
 

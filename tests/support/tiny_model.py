@@ -13,14 +13,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 TINY_MODEL_LEN = 1024
 
 
-def save_tiny_model(directory: Path) -> None:
-    """A Llama of a few thousand random weights whose tokens are bytes."""
+def save_tiny_model(directory: Path, *, backend: tokenizers.Tokenizer | None = None, eos_token_id: int = 257) -> None:
+    """A Llama of a few thousand random weights whose tokens are bytes, or those of another tokenizer."""
     torch.manual_seed(0)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: i for i, symbol in enumerate(alphabet)}
     vocabulary |= {"<|begin|>": 256, "<|end|>": 257}
     config = LlamaConfig(
-        vocab_size=258,
+        vocab_size=258 if backend is None else backend.get_vocab_size(),
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -28,10 +28,13 @@ def save_tiny_model(directory: Path) -> None:
         num_key_value_heads=2,
         max_position_embeddings=TINY_MODEL_LEN,
         bos_token_id=256,
-        eos_token_id=257,
+        eos_token_id=eos_token_id,
         initializer_range=0.4,
     )
     LlamaForCausalLM(config).save_pretrained(directory)
+    if backend is not None:
+        backend.save(str(directory / "tokenizer.json"))
+        return
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()

@@ -10,11 +10,14 @@ from starlette.responses import JSONResponse, Response
 
 from chairlift.api.body import read_json
 from chairlift.api.errors import bad_request
-from chairlift.api.generation import TEXT_OVERHEAD, Frontend, engine_errors, usage
+from chairlift.api.generation import TEXT_OVERHEAD, Frontend, engine_errors, usage, usage_of_choice
 from chairlift.api.messages import MessageReader, MessageReaders
+from chairlift.api.report import TokenReport, write_logprobs
 from chairlift.api.schema import ChatBody, MessageBody, parse
 from chairlift.api.stream import DONE, GOES_ON, Answer, EventStream, encode_json, ending_of, unless_disconnected
+from chairlift.text.logprobs import prompt_logprobs
 from chairlift.text.output import OutputDelta, OutputStream, SequenceText
+from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_calls import ToolCallDelta
 
 
@@ -33,8 +36,9 @@ async def create_chat_completion(frontend: Frontend, request: Request) -> Respon
     outputs = chat_outputs(frontend, body, prompt, readers)
     answer = Answer("chatcmpl", body.model)
     if body.stream:
-        return EventStream(_chunks(outputs, prompt, answer, body.include_usage, readers))
-    return JSONResponse(await unless_disconnected(request.receive, _whole(outputs, prompt, answer, readers)))
+        return EventStream(_chunks(outputs, prompt, answer, body, readers, frontend.tokenizer))
+    whole = _whole(outputs, prompt, answer, body, readers, frontend.tokenizer)
+    return JSONResponse(await unless_disconnected(request.receive, whole))
 
 
 def chat_outputs(frontend: Frontend, body: ChatBody, prompt: Sequence[int], readers: MessageReaders) -> OutputStream:
@@ -94,52 +98,77 @@ def _up_to_content(text: str, content: str) -> str:
 
 
 async def _whole(
-    outputs: OutputStream, prompt: Sequence[int], answer: Answer, readers: MessageReaders
+    outputs: OutputStream,
+    prompt: Sequence[int],
+    answer: Answer,
+    body: ChatBody,
+    readers: MessageReaders,
+    tokenizer: Tokenizer,
 ) -> dict[str, Any]:
     with engine_errors():
         async with outputs:
             sequences = await outputs.collect()
-    choices = [_whole_choice(sequence, readers) for sequence in sequences]
-    return answer.head("chat.completion") | {"choices": choices, "usage": usage([prompt], outputs)}
+
+    def write() -> dict[str, Any]:
+        choices = [_whole_choice(sequence, readers, TokenReport(tokenizer, body)) for sequence in sequences]
+        fields: dict[str, Any] = {"choices": choices, "usage": usage([prompt], outputs)}
+        if body.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = prompt_logprobs(tokenizer, sequences[0].prompt_logprobs, body.prompt_logprobs)
+        if body.return_token_ids:
+            fields["prompt_token_ids"] = list(prompt)
+        return answer.head("chat.completion") | fields
+
+    return await write_logprobs(write, sequences)
 
 
-def _whole_choice(sequence: SequenceText, readers: MessageReaders) -> dict[str, Any]:
+def _whole_choice(sequence: SequenceText, readers: MessageReaders, report: TokenReport) -> dict[str, Any]:
     reader = readers.new()
     reader.push(sequence.text)
     reader.finish()
     message: dict[str, Any] = {"role": "assistant", "content": reader.content, "refusal": None}
     if reader.calls:
         message |= {"content": reader.content or None, "tool_calls": reader.calls}
+    report.add(sequence)
     return {
         "index": sequence.index,
         "message": message,
-        "logprobs": None,
+        **report.take(),
         "finish_reason": reader.finish_reason(sequence.finish_reason),
         "stop_reason": sequence.stop_reason,
     }
 
 
 async def _chunks(
-    outputs: OutputStream, prompt: Sequence[int], answer: Answer, include_usage: bool, readers: MessageReaders
+    outputs: OutputStream,
+    prompt: Sequence[int],
+    answer: Answer,
+    body: ChatBody,
+    readers: MessageReaders,
+    tokenizer: Tokenizer,
 ) -> AsyncGenerator[bytes, None]:
     """Each choice begins with a chunk that has the role, sent when its first token is there."""
-    events = answer.events("chat.completion.chunk", include_usage=include_usage)
+    events = answer.events("chat.completion.chunk", include_usage=body.include_usage)
     begun: dict[int, MessageReader] = {}
+    reports = [TokenReport(tokenizer, body) for _ in range(outputs.num_sequences)]
     with engine_errors():
         async with outputs:
             async for delta in outputs:
                 chunk = b""
+                report = reports[delta.index]
+                so_far = usage_of_choice([prompt], outputs, delta.index) if body.continuous_usage else None
                 if delta.index not in begun:
                     begun[delta.index] = readers.new()
-                    chunk = events.choice(_choice(delta.index, '"role":"assistant","content":""'))
+                    first = report.begin(prompt)
+                    chunk = events.choice(_choice(delta.index, '"role":"assistant","content":""', first), so_far)
+                report.add(delta)
                 for fields in _deltas(delta, begun[delta.index]):
-                    chunk += events.choice(_choice(delta.index, fields))
+                    chunk += events.choice(_choice(delta.index, fields, report.take_json()), so_far)
                 if delta.finish_reason:
-                    reason = begun[delta.index].finish_reason(delta.finish_reason)
-                    chunk += events.choice(_choice(delta.index, "", ending_of(delta, reason)))
+                    ending = ending_of(delta, begun[delta.index].finish_reason(delta.finish_reason))
+                    chunk += events.choice(_choice(delta.index, "", report.take_json(), ending), so_far)
                 if chunk:
                     yield chunk
-    if include_usage:
+    if body.include_usage:
         yield events.usage(usage([prompt], outputs))
     yield DONE
 
@@ -166,5 +195,5 @@ def _deltas(delta: OutputDelta, reader: MessageReader) -> list[str]:
     return fields
 
 
-def _choice(index: int, delta: str, ending: str = GOES_ON) -> str:
-    return f'"index":{index},"delta":{{{delta}}},"logprobs":null,{ending}'
+def _choice(index: int, delta: str, report: str, ending: str = GOES_ON) -> str:
+    return f'"index":{index},"delta":{{{delta}}},{report},{ending}'

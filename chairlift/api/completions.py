@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -11,15 +10,13 @@ from starlette.responses import JSONResponse, Response
 
 from chairlift.api.body import read_json
 from chairlift.api.generation import Frontend, engine_errors, usage, usage_of_choice
+from chairlift.api.report import write_logprobs
 from chairlift.api.schema import COMPLETION_MAX_TOKENS, CompletionBody, parse
 from chairlift.api.stream import DONE, Answer, EventStream, encode_json, ending_of, unless_disconnected
 from chairlift.scheduling.plan import TokenLogprob
 from chairlift.text.logprobs import CompletionLogprobs, joined, prompt_logprobs
 from chairlift.text.output import OutputDelta, OutputStream, SequenceText
 from chairlift.text.tokenizer import Tokenizer
-
-INLINE_LOGPROBS = 500
-"""Tokens whose logprobs are written at once, at some ten microseconds each; a thread writes more, and others run on."""
 
 
 async def create_completion(frontend: Frontend, request: Request) -> Response:
@@ -125,8 +122,7 @@ async def _whole(
             for index, sequence in enumerate(chosen)
         ]
 
-    num_logprobs = sum(len(sequence.logprobs) + len(sequence.prompt_logprobs) for sequence in chosen)
-    choices = write() if num_logprobs <= INLINE_LOGPROBS else await asyncio.to_thread(write)
+    choices = await write_logprobs(write, chosen)
     return answer.head("text_completion") | {"choices": choices, "usage": usage(prompts, outputs)}
 
 

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from chairlift.config import ATTENTION_BACKENDS, BATCHING, DEVICES, DTYPES, ConfigError, EngineConfig
+from chairlift.config import (
+    ATTENTION_BACKENDS,
+    BATCHING,
+    DEVICES,
+    DTYPES,
+    LOG_FORMATS,
+    LOG_LEVELS,
+    ConfigError,
+    EngineConfig,
+    ServerConfig,
+)
 from chairlift.scheduling.config import POLICIES, PREEMPTION_MODES, VICTIM_RULES
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -158,12 +170,140 @@ _ENGINE_OPTIONS = (
         default=60.0,
         show_default=True,
         metavar="S",
-        help="Seconds without a finished step, while there is work, after which /health answers 503.",
+        help="Seconds without a finished step, while there is work, after which the engine counts as wedged; serve "
+        "then kills it and starts another.",
     ),
     click.option(
         "--seed", type=int, metavar="N", help="Of the seeds drawn for requests that have none.  [default: random]"
     ),
 )
+
+
+_SERVER_OPTIONS = (
+    click.option(
+        "--api-key",
+        "api_keys",
+        multiple=True,
+        envvar="CHAIRLIFT_API_KEY",
+        show_envvar=True,
+        metavar="KEY",
+        help="Key that clients must send; may be given several times. In the environment, spaces separate keys.",
+    ),
+    click.option("--ssl-keyfile", metavar="FILE", help="PEM file with the server's key, for HTTPS."),
+    click.option("--ssl-certfile", metavar="FILE", help="PEM file with its certificate, and those in between."),
+    click.option(
+        "--ssl-ca-certs", metavar="FILE", help="PEM file with authorities that sign the certificates of clients."
+    ),
+    click.option(
+        "--ssl-cert-reqs",
+        type=click.IntRange(0, 2),
+        metavar="0|1|2",
+        help="Certificates of clients: 0 asks for none, 1 checks what is offered, 2 insists.  [default: 2 with "
+        "--ssl-ca-certs]",
+    ),
+    click.option(
+        "--allowed-origins",
+        multiple=True,
+        metavar="ORIGIN",
+        help="Web pages of this origin may use the API (CORS); * for all. These three take several, one flag each or "
+        "as a JSON array.  [default: none]",
+    ),
+    click.option("--allowed-methods", multiple=True, metavar="METHOD", help="What they may call.  [default: *]"),
+    click.option("--allowed-headers", multiple=True, metavar="HEADER", help="What they may send.  [default: *]"),
+    click.option("--allow-credentials", is_flag=True, help="Let browsers send cookies along."),
+    click.option("--root-path", default="", metavar="PATH", help="Path under which a proxy shows the server."),
+    click.option(
+        "--max-body-size",
+        type=byte_size,
+        default="4MiB",
+        show_default=True,
+        metavar="SIZE",
+        help="Larger request bodies get a 413.",
+    ),
+    click.option(
+        "--max-num-queued-reqs",
+        type=int,
+        default=1024,
+        show_default=True,
+        metavar="N",
+        help="Most sequences that may wait for a place; further requests get a 429.",
+    ),
+    click.option(
+        "--request-timeout",
+        type=float,
+        metavar="S",
+        help="Seconds from a request to the end of its answer, after which it gets a 504, or its stream an error.  "
+        "[default: any time]",
+    ),
+    click.option(
+        "--shutdown-timeout",
+        type=float,
+        default=30.0,
+        show_default=True,
+        metavar="S",
+        help="Seconds that open requests get to end after SIGTERM.",
+    ),
+    click.option(
+        "--log-format",
+        type=click.Choice(LOG_FORMATS),
+        default="text",
+        show_default=True,
+        help="json: an object a line, on the standard error output.",
+    ),
+    click.option(
+        "--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True, help="The least to log."
+    ),
+    click.option(
+        "--enable-log-requests/--no-enable-log-requests",
+        default=False,
+        show_default=True,
+        help="Log a line for each request, with its tokens and times.",
+    ),
+    click.option(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="OTLP collector to send a trace span for each request to, over HTTP; needs chairlift[otel].",
+    ),
+)
+
+
+def server_options(command: F) -> F:
+    """Adds the flags of :class:`ServerConfig`; turn them into one with :func:`server_config`."""
+    for option in reversed(_SERVER_OPTIONS):
+        command = option(command)
+    return command
+
+
+def server_config(options: dict[str, Any]) -> ServerConfig:
+    """Builds the settings from those of the flags that are the server's, and takes them out of ``options``.
+
+    Raises:
+        ConfigError: settings that cannot work.
+    """
+    mine = {field.name: options.pop(field.name) for field in fields(ServerConfig) if field.name in options}
+    for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
+        if values := _flattened(mine[name], f"--{name.replace('_', '-')}"):
+            mine[name] = values
+        else:
+            del mine[name]
+    return ServerConfig(**mine)
+
+
+def _flattened(values: tuple[str, ...], flag: str) -> tuple[str, ...]:
+    """What a flag was given: each value once, or JSON arrays of them, which is how vLLM takes them."""
+    flat: list[str] = []
+    for value in values:
+        if not value.startswith("["):
+            flat.append(value)
+            continue
+        try:
+            array = json.loads(value)
+        except ValueError:
+            array = None
+        if not isinstance(array, list) or not all(isinstance(item, str) for item in array):
+            raise ConfigError(f"{flag} {value} is not a JSON array of strings")
+        flat += array
+    return tuple(flat)
 
 
 def engine_options(command: F) -> F:

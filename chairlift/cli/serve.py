@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import logging
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from chairlift import __version__
-from chairlift.cli.options import engine_config, engine_options
-from chairlift.config import EngineConfig
+from chairlift import __version__, logs
+from chairlift.cli.options import engine_config, engine_options, server_config, server_options
+from chairlift.config import EngineConfig, ServerConfig
 from chairlift.engine.executor import Capacity
+
+if TYPE_CHECKING:
+    from chairlift.api.tracing import SpanWriter
+
+logger = logging.getLogger(__name__)
 
 
 @click.command()
@@ -24,59 +31,90 @@ from chairlift.engine.executor import Capacity
     metavar="NAME",
     help="Name clients ask for; may be given several times.  [default: the model as given]",
 )
-@click.option(
-    "--max-num-queued-reqs",
-    type=click.IntRange(0),
-    default=1024,
-    show_default=True,
-    metavar="N",
-    help="Most sequences that may wait for a place; further requests get a 429.",
-)
-@click.option("--access-log", is_flag=True, help="Log a line for each HTTP request.")
+@server_options
 @engine_options
-def serve(
-    model: str | None,
-    host: str,
-    port: int,
-    served_names: tuple[str, ...],
-    max_num_queued_reqs: int,
-    access_log: bool,
-    **options: Any,
-) -> None:
+def serve(model: str | None, host: str, port: int, served_names: tuple[str, ...], **options: Any) -> None:
     """Serve MODEL over an OpenAI-compatible API.
 
     MODEL is a built-in name (smollm2, the default), a hub id such as org/name, a directory with safetensors and a
     tokenizer, or a .gguf file.
     """
+    server = server_config(options)
     config = engine_config(model, **options)
-    names = served_names or (config.model,)
-    places = config.static_batch_size if config.batching == "static" else config.max_num_seqs
+    run_server(config, server, host, port, served_names or (config.model,))
 
+
+def run_server(config: EngineConfig, server: ServerConfig, host: str, port: int, names: tuple[str, ...]) -> None:
+    """Serves until it is told to stop.
+
+    Raises:
+        ConfigError, ModelError, TokenizerError, EngineDeadError, OSError: it cannot begin; the message says what to
+            change.
+    """
     from chairlift.api.app import create_app
-    from chairlift.api.server import bind, run
+    from chairlift.api.lifecycle import Lifecycle
+    from chairlift.api.server import bind, run, tls_context
     from chairlift.api.server import serve as serve_app
-    from chairlift.engine.remote import RemoteEngine
+    from chairlift.engine.supervisor import SupervisedEngine
     from chairlift.model.source import resolve
     from chairlift.text.tokenizer import load_tokenizer
 
+    log_config = logs.LogConfig(server.log_format, server.log_level)
+    logs.configure(log_config)
+    tls = tls_context(server)
+    places = config.static_batch_size if config.batching == "static" else config.max_num_seqs
+    max_open_sequences = places + server.max_num_queued_reqs
+    spans = _span_writer(server, names[0])
     with bind(host, port) as sock:  # first: an address in use should not cost the time to load a model
         source = resolve(config.model, config.revision)
         tokenizer = load_tokenizer(source)
-        engine = RemoteEngine.start(config)
-        click.echo(describe(config, engine.capacity))
+        engine = SupervisedEngine.start(config, log_config)
+        _say(server, describe(config, engine.capacity), "loaded", asdict(engine.capacity))
 
         async def main() -> None:
+            lifecycle = Lifecycle(server.request_timeout, max_open_sequences)
+            lifecycle.on_drain(engine.stop_restarting)
             app = create_app(
-                engine, tokenizer, served_model_names=names, max_open_sequences=places + max_num_queued_reqs
+                engine,
+                tokenizer,
+                served_model_names=names,
+                config=server,
+                max_open_sequences=max_open_sequences,
+                lifecycle=lifecycle,
+                spans=spans,
             )
+            engine.watch()
             try:
                 await serve_app(
-                    app, sock, on_ready=lambda url: click.echo(invitation(url, names[0])), access_log=access_log
+                    app,
+                    sock,
+                    on_ready=lambda url: _say(server, invitation(url, names[0]), "ready", {"address": f"{url}/v1"}),
+                    lifecycle=lifecycle,
+                    shutdown_timeout=server.shutdown_timeout,
+                    tls=tls,
                 )
             finally:
                 await engine.close()
 
         run(main())
+    if spans is not None:
+        spans.close()
+
+
+def _span_writer(server: ServerConfig, model_name: str) -> SpanWriter | None:
+    if server.otlp_traces_endpoint is None:
+        return None
+    from chairlift.api.tracing import SpanWriter
+
+    return SpanWriter.to_endpoint(server.otlp_traces_endpoint, model_name)
+
+
+def _say(server: ServerConfig, text: str, event: str, fields: dict[str, Any]) -> None:
+    """Tells people what they see on their terminal; programs get a line of their log."""
+    if server.log_format == "text":
+        click.echo(text)
+    else:
+        logger.info(event, extra={logs.FIELDS: fields})
 
 
 def describe(config: EngineConfig, capacity: Capacity) -> str:

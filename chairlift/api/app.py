@@ -19,6 +19,7 @@ from chairlift.api.forms import FormChecker
 from chairlift.api.generation import Frontend
 from chairlift.api.lifecycle import Admission, Lifecycle
 from chairlift.api.observe import REQUEST_ID, Observe
+from chairlift.api.openapi import add_openapi_route
 from chairlift.api.operations import add_operation_routes
 from chairlift.api.responses import create_response
 from chairlift.api.tokenize import add_text_routes
@@ -123,6 +124,7 @@ def _add_generation_routes(app: FastAPI, frontend: Frontend) -> None:
         return await create_response(frontend, request)
 
     add_text_routes(app, frontend)
+    add_openapi_route(app)
 
 
 async def _on_api_error(_: Request, error: Exception) -> Response:

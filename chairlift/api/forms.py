@@ -42,6 +42,7 @@ Pattern = Annotated[str, Field(min_length=1, max_length=MAX_FORM_CHARACTERS)]
 class JsonSchemaFormat(Body):
     """A named schema."""
 
+    place = "response_format.json_schema"
     ignored = frozenset({"name", "description"})
 
     json_schema: dict[str, Any] = Field(alias="schema", description="A JSON schema.")
@@ -51,6 +52,7 @@ class JsonSchemaFormat(Body):
 class ResponseFormat(Body):
     """OpenAI's way to ask for JSON."""
 
+    place = "response_format"
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = Field(None, description="Only with the type json_schema.")
 
@@ -71,6 +73,7 @@ class ResponseFormat(Body):
 class StructuredOutputs(Body):
     """vLLM's way to ask for a form: exactly one of its fields."""
 
+    place = "structured_outputs"
     unsupported = {  # noqa: RUF012 - declared so by Body
         "structural_tag": (),
         "whitespace_pattern": (),

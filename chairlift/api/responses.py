@@ -32,6 +32,7 @@ OWN_NAMES = {"messages": "input", "response_format": "text.format", "max_complet
 class InputPart(Body):
     """A piece of an input message."""
 
+    place = "input[].content[]"
     ignored = frozenset({"annotations", "logprobs"})
 
     type: Literal["input_text", "output_text", "text"]
@@ -45,6 +46,7 @@ def _as_parts(value: object) -> object:
 class InputMessage(Body):
     """A message of the input, or of an earlier response's output."""
 
+    place = "input[]"
     ignored = frozenset({"id", "status", "phase"})
 
     type: Literal["message"] = "message"
@@ -59,6 +61,7 @@ class InputMessage(Body):
 class TextFormat(Body):
     """The form of the text, as ``response_format`` of a chat completion, with less nesting."""
 
+    place = "text.format"
     ignored = frozenset({"name", "description"})
 
     type: Literal["text", "json_object", "json_schema"]
@@ -69,6 +72,7 @@ class TextFormat(Body):
 class TextBody(Body):
     """How the text should be."""
 
+    place = "text"
     unsupported: ClassVar[Unsupported] = {"verbosity": ("medium",)}
 
     format: TextFormat | None = None

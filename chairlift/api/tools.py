@@ -24,6 +24,8 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 class FunctionBody(Body):
     """A function that the model may call."""
 
+    place = "tools[].function"
+
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema of its arguments, which is an object.")
@@ -34,6 +36,8 @@ class FunctionBody(Body):
 
 class ToolBody(Body):
     """A tool."""
+
+    place = "tools[]"
 
     type: Literal["function"]
     function: FunctionBody
@@ -53,6 +57,8 @@ NO_PARAMETERS = {"type": "object", "properties": {}}
 class CalledFunctionBody(Body):
     """What a call of an earlier answer was."""
 
+    place = "messages[].tool_calls[].function"
+
     name: str
     arguments: str = Field(description="JSON text.")
 
@@ -60,6 +66,7 @@ class CalledFunctionBody(Body):
 class ToolCallBody(Body):
     """A call of an earlier answer."""
 
+    place = "messages[].tool_calls[]"
     ignored = frozenset({"index"})
 
     id: str

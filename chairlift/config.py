@@ -14,6 +14,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "reference", "cpu")
 BATCHING = ("continuous", "static")
+TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 GIB = 1024**3
@@ -206,6 +207,8 @@ class ServerConfig:
             )
         _one_of("--log-format", self.log_format, LOG_FORMATS)
         _one_of("--log-level", self.log_level, LOG_LEVELS)
+        if self.tool_call_parser is not None:
+            _one_of("--tool-call-parser", self.tool_call_parser, TOOL_CALL_PARSERS)
 
     def _check_tls(self) -> None:
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):

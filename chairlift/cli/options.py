@@ -19,6 +19,7 @@ from chairlift.config import (
     DTYPES,
     LOG_FORMATS,
     LOG_LEVELS,
+    TOOL_CALL_PARSERS,
     ConfigError,
     EngineConfig,
     ServerConfig,
@@ -263,6 +264,17 @@ _SERVER_OPTIONS = (
         "--otlp-traces-endpoint",
         metavar="URL",
         help="OTLP collector to send a trace span for each request to, over HTTP; needs chairlift[otel].",
+    ),
+    click.option(
+        "--tool-call-parser",
+        type=click.Choice(TOOL_CALL_PARSERS),
+        help="How the model writes calls of tools.  [default: as its chat template tells]",
+    ),
+    click.option(
+        "--enable-auto-tool-choice",
+        is_flag=True,
+        expose_value=False,
+        help="Changes nothing, and is taken because vLLM needs it: models that can call tools may.",
     ),
 )
 

@@ -92,14 +92,14 @@ def test_tokens_of_several_characters(tmp_path: Path):
     """The built-in model's own tokens, whose borders are nowhere near JSON's."""
     tokenizer = load_tokenizer(resolve("smollm2"))
     save_tiny_model(tmp_path, backend=tokenizer._backend, eos_token_id=tokenizer.eos_token_ids[0])
-    schemas = random_schemas(100, seed=1)
+    schemas = random_schemas(20, seed=1)
     outputs, _ = run(tmp_path, schema_specs(schemas))
     check(schemas, outputs)
 
 
 def test_other_forms(tiny_model: Path):
     specs = [
-        StructuredSpec("regex", r"[a-f]{3}-\d{1,4}"),
+        StructuredSpec("regex", r"[a-f]{3}-[0-9]{1,4}"),
         StructuredSpec("choice", json.dumps(["a", "ab", 'é"\n\\', "日本"])),
         StructuredSpec("grammar", 'start: greeting " " name\ngreeting: "hi" | "bye"\nname: /[A-Z][a-z]{1,6}/'),
         StructuredSpec("grammar", 'root ::= "x" item{2}\nitem ::= [0-9] ","'),
@@ -109,7 +109,7 @@ def test_other_forms(tiny_model: Path):
         assert output.finish_reason == "stop"
         match number % 4:
             case 0:
-                assert re.fullmatch(r"[a-f]{3}-\d{1,4}", output.text)
+                assert re.fullmatch(r"[a-f]{3}-[0-9]{1,4}", output.text)
             case 1:
                 assert output.text in ["a", "ab", 'é"\n\\', "日本"]
             case 2:

@@ -3,68 +3,109 @@
     python benchmarks/soak.py --steps 1000000
 
 Each life has a random pool, host, budget, policy, preemption mode and victim rule, and random arrivals, aborts (in
-flight too) and executor failures. After every step the books must add up, and every answer must be right to the token;
-see tests/property/test_scheduling.py. Prints how many steps were executed, and what happened in them.
+flight too), failing steps and requests that cannot go on. After every act the books must add up, and every answer
+must be right to the token: it is the machine of tests/property/test_scheduling.py, driven by a plain random generator,
+many times as fast as one that keeps what it takes to shrink a failure. Prints how many steps were executed, and
+what happened in them; a failure names the life, and ``--first LIFE --steps 1`` runs that one again.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
-
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "property"))
 
-from test_scheduling import ContinuousMachine, StaticMachine
+from test_scheduling import (
+    LONGEST_TAIL,
+    NTH,
+    OPTIONS,
+    POOLS,
+    REQUESTS,
+    TAIL_TOKENS,
+    ContinuousMachine,
+    SchedulerMachine,
+    StaticMachine,
+)
 
-EXAMPLES_AT_A_TIME = 500
+SHORTEST_LIFE, LONGEST_LIFE = 10, 200  # acts
+MOST_OPEN = 40  # requests at once: more only wait
+REPORT_EVERY = 50_000  # steps
 
 
-def counting(machine: type, counts: Counter[str]) -> type:
-    """The machine, which adds what its plans held when a life ends."""
+def draw(table: dict[str, Sequence[Any]], rng: random.Random) -> dict[str, Any]:
+    return {name: rng.choice(values) for name, values in table.items()}
 
-    class Counting(machine):  # type: ignore[misc]
-        def teardown(self) -> None:
-            super().teardown()
-            for plan in self.executor.plans if hasattr(self, "executor") else ():
-                counts["steps"] += 1
-                counts["rows"] += plan.rows.total
-                counts["rows recomputed"] += plan.rows.recomputed
-                counts["preemptions"] += len(plan.preempted)
-                counts["blocks swapped out"] += len(plan.swap_out)
-                counts["blocks swapped in"] += len(plan.swap_in)
-                counts["tokens found in the prefix cache"] += plan.num_cached_tokens
-            counts["requests"] += len(getattr(self, "requests", ()))
 
-    return Counting
+def act(machine: SchedulerMachine, rng: random.Random) -> None:
+    """One thing that happens to a scheduler."""
+    if not machine.open or (rng.random() < 0.3 and len(machine.open) < MOST_OPEN):
+        tail = rng.choices(TAIL_TOKENS, k=rng.randint(1, LONGEST_TAIL))
+        machine.add(**draw(REQUESTS, rng), tail=tail)
+        return
+    acts: tuple[tuple[Callable[[], None], int], ...] = (
+        (lambda: machine.steps(rng.randint(1, 4)), 12),
+        (lambda: machine.abort(rng.choice(NTH)), 1),
+        (lambda: machine.step_with_abort_in_flight(rng.choice(NTH)), 1),
+        (lambda: machine.step_that_some_cannot_go_on_after(rng.choices(NTH, k=rng.randint(1, 3))), 1),
+        (machine.executor_fails, 2),
+    )
+    [chosen] = rng.choices([act for act, _ in acts], [weight for _, weight in acts])
+    chosen()
+
+
+def live(kind: type[SchedulerMachine], rng: random.Random, counts: Counter[str]) -> None:
+    """One scheduler, from its beginning until every request has ended."""
+    machine = kind()
+    machine.start(**draw(POOLS, rng), options=draw(OPTIONS, rng))
+    for _ in range(rng.randint(SHORTEST_LIFE, LONGEST_LIFE)):
+        act(machine, rng)
+        machine.books_add_up()
+    machine.teardown()
+    for plan in machine.executor.plans:
+        counts["steps"] += 1
+        counts["rows"] += plan.rows.total
+        counts["rows recomputed"] += plan.rows.recomputed
+        counts["preemptions"] += len(plan.preempted)
+        counts["blocks swapped out"] += len(plan.swap_out)
+        counts["blocks swapped in"] += len(plan.swap_in)
+        counts["tokens found in the prefix cache"] += plan.num_cached_tokens
+    counts["failed steps"] += machine.num_failed_steps
+    counts["requests"] += len(machine.requests)
+    counts["lives"] += 1
+
+
+def run(kind: type[SchedulerMachine], steps: float, first: int) -> None:
+    counts: Counter[str] = Counter()
+    started, reported, seed = time.monotonic(), 0, first
+    while counts["steps"] < steps:
+        try:
+            live(kind, random.Random(seed), counts)
+        except BaseException:
+            print(f"{kind.__name__}, life {seed}:", file=sys.stderr)
+            raise
+        seed += 1
+        if counts["steps"] >= min(reported + REPORT_EVERY, steps):
+            reported = counts["steps"]
+            so_far = ", ".join(f"{value:,} {name}" for name, value in counts.items())
+            print(f"{kind.__name__}: {so_far} ({time.monotonic() - started:,.0f} s)", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1_000_000)
-    steps = parser.parse_args().steps
-    profile = settings(
-        max_examples=EXAMPLES_AT_A_TIME,
-        stateful_step_count=50,
-        deadline=None,
-        database=None,
-        phases=(Phase.generate,),
-        suppress_health_check=list(HealthCheck),
-    )
-    started = time.monotonic()
-    for machine, share in ((ContinuousMachine, 0.8), (StaticMachine, 0.2)):
-        counts: Counter[str] = Counter()
-        while counts["steps"] < steps * share:
-            run_state_machine_as_test(counting(machine, counts), settings=profile)
-            so_far = ", ".join(f"{value:,} {name}" for name, value in counts.items())
-            print(f"{machine.__name__}: {so_far} ({time.monotonic() - started:,.0f} s)", flush=True)
-    print(f"no failure in {time.monotonic() - started:,.0f} s")
+    parser.add_argument("--first", type=int, default=0, metavar="LIFE", help="the first life's number, its seed")
+    arguments = parser.parse_args()
+    for kind, share in ((ContinuousMachine, 0.8), (StaticMachine, 0.2)):
+        run(kind, arguments.steps * share, arguments.first)
+    print("no failure")
 
 
 if __name__ == "__main__":

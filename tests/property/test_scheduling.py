@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -21,26 +24,51 @@ from chairlift.scheduling.static import StaticConfig, StaticScheduler
 MAX_MODEL_LEN = 60
 
 
+# Values that a life is made of, as tables: benchmarks/soak.py draws from the same ones.
+POOLS: dict[str, Sequence[Any]] = {
+    "num_blocks": range(1, 25),
+    "block_size": (1, 2, 4),
+    "max_num_seqs": range(1, 7),
+    "extra_budget": range(13),
+    "num_host_blocks": (0, 3, 40),
+    "prefix_caching": (False, True),
+}
+OPTIONS: dict[str, Sequence[Any]] = {
+    "policy": POLICIES,
+    "preemption_mode": PREEMPTION_MODES,
+    "victim_rule": VICTIM_RULES,
+    "admission_reserve": (False, True),
+    "max_num_partial_prefills": (1, 2, 3),
+    "long_prefill_token_threshold": (None, *range(1, 9)),
+    "swap_seconds_per_block": (0.1, 1.0, 3.0),
+}
+REQUESTS: dict[str, Sequence[Any]] = {
+    "stem": ([], [1, 1, 1, 1], [1] * 9, [2] * 20),
+    "max_tokens": range(1, 21),
+    "seed": range(10),
+    "priority": range(3),
+    "cache_salt": (None, None, "x"),
+}
+TAIL_TOKENS, LONGEST_TAIL = range(6), 20
+NTH = range(100)  # which of the open requests, counted round
+
+
+def choices(table: dict[str, Sequence[Any]]) -> dict[str, st.SearchStrategy[Any]]:
+    return {name: st.sampled_from(values) for name, values in table.items()}
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """What holds for every policy. A subclass makes the scheduler and checks each plan."""
 
     scheduler: Scheduler
 
-    def make_scheduler(self, max_num_seqs: int, budget: int, data: st.DataObject) -> Scheduler:
+    def make_scheduler(self, max_num_seqs: int, budget: int, options: dict[str, Any]) -> Scheduler:
         raise NotImplementedError
 
     def check_plan(self, plan: StepPlan, decoding: set[str]) -> None:
         raise NotImplementedError
 
-    @initialize(
-        num_blocks=st.integers(1, 24),
-        block_size=st.sampled_from([1, 2, 4]),
-        max_num_seqs=st.integers(1, 6),
-        extra_budget=st.integers(0, 12),
-        num_host_blocks=st.sampled_from([0, 3, 40]),
-        prefix_caching=st.booleans(),
-        data=st.data(),
-    )
+    @initialize(**choices(POOLS), options=st.fixed_dictionaries(choices(OPTIONS)))
     def start(
         self,
         num_blocks: int,
@@ -49,27 +77,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         extra_budget: int,
         num_host_blocks: int,
         prefix_caching: bool,
-        data: st.DataObject,
+        options: dict[str, Any],
     ) -> None:
         self.max_num_seqs, self.budget = max_num_seqs, max_num_seqs + extra_budget
         cache = PrefixCache(num_blocks, block_size, salt=b"") if prefix_caching else None
         self.kv = KVManager(num_blocks, block_size, num_host_blocks=num_host_blocks, prefix_cache=cache)
-        self.scheduler = self.make_scheduler(max_num_seqs, self.budget, data)
+        self.scheduler = self.make_scheduler(max_num_seqs, self.budget, options)
         self.executor = CheckingExecutor(num_blocks, block_size, num_host_blocks=num_host_blocks)
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
         self.open: set[str] = set()
         self.moved_in_vain: set[str] = set()  # by a step that failed: they are computed anew
+        self.num_failed_steps = 0
         self.now = 0.0
 
-    @rule(
-        stem=st.sampled_from([[], [1, 1, 1, 1], [1] * 9, [2] * 20]),
-        tail=st.lists(st.integers(0, 5), min_size=1, max_size=20),
-        max_tokens=st.integers(1, 20),
-        seed=st.integers(0, 9),
-        priority=st.integers(0, 2),
-        cache_salt=st.sampled_from([None, None, "x"]),
-    )
+    @rule(**choices(REQUESTS), tail=st.lists(st.sampled_from(TAIL_TOKENS), min_size=1, max_size=LONGEST_TAIL))
     def add(
         self, stem: list[int], tail: list[int], max_tokens: int, seed: int, priority: int, cache_salt: str | None
     ) -> None:
@@ -96,9 +118,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.open.add(request_id)
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        self._abort(data.draw(st.sampled_from(sorted(self.open))))
+    @rule(nth=st.sampled_from(NTH))
+    def abort(self, nth: int) -> None:
+        self._abort(self._nth_open(nth))
 
     @rule()
     def abort_unknown(self) -> None:
@@ -112,14 +134,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self._step()
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data())
-    def step_with_abort_in_flight(self, data: st.DataObject) -> None:
-        self._step(aborted_in_flight=data.draw(st.sampled_from(sorted(self.open))))
+    @rule(nth=st.sampled_from(NTH))
+    def step_with_abort_in_flight(self, nth: int) -> None:
+        self._step(aborted_in_flight=self._nth_open(nth))
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data())
-    def step_that_some_cannot_go_on_after(self, data: st.DataObject) -> None:
-        self.executor.poisoned = set(data.draw(st.lists(st.sampled_from(sorted(self.open)), min_size=1)))
+    @rule(nth=st.lists(st.sampled_from(NTH), min_size=1, max_size=3))
+    def step_that_some_cannot_go_on_after(self, nth: list[int]) -> None:
+        self.executor.poisoned = {self._nth_open(each) for each in nth}
         self._step()
         self.executor.poisoned = set()
 
@@ -130,9 +152,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         swapped = {r.request_id for r in self.requests.values() if r.status is Status.SWAPPED}
         plan = self._plan()
         self.moved_in_vain = swapped & set(plan.admitted)
+        self.num_failed_steps += 1
         self.executor.fail_next = True
         with pytest.raises(ExecutorFailureError):
             self.executor.execute(plan)
+
+    def _nth_open(self, nth: int) -> str:
+        return sorted(self.open)[nth % len(self.open)]
 
     def _decoding(self) -> set[str]:
         running = (r for r in self.requests.values() if r.status is Status.RUNNING)
@@ -209,18 +235,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 class ContinuousMachine(SchedulerMachine):
     """Every rule and mode, with prefixes that are shared, and a host too small for all that is put aside."""
 
-    def make_scheduler(self, max_num_seqs: int, budget: int, data: st.DataObject) -> Scheduler:
+    def make_scheduler(self, max_num_seqs: int, budget: int, options: dict[str, Any]) -> Scheduler:
         config = SchedulerConfig(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=budget,
-            policy=data.draw(st.sampled_from(POLICIES)),
-            preemption_mode=data.draw(st.sampled_from(PREEMPTION_MODES)),
-            victim_rule=data.draw(st.sampled_from(VICTIM_RULES)),
-            admission_reserve=data.draw(st.booleans()),
-            max_num_partial_prefills=data.draw(st.integers(1, 3)),
-            long_prefill_token_threshold=data.draw(st.none() | st.integers(1, 8)),
-            recompute_seconds_per_token=1.0,
-            swap_seconds_per_block=data.draw(st.sampled_from([0.1, 1.0, 3.0])),
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, recompute_seconds_per_token=1.0, **options
         )
         return ContinuousScheduler(config, self.kv, MAX_MODEL_LEN)
 
@@ -241,7 +258,7 @@ class ContinuousMachine(SchedulerMachine):
 
 
 class StaticMachine(SchedulerMachine):
-    def make_scheduler(self, max_num_seqs: int, budget: int, data: st.DataObject) -> Scheduler:
+    def make_scheduler(self, max_num_seqs: int, budget: int, options: dict[str, Any]) -> Scheduler:
         self.batch: set[str] = set()
         config = StaticConfig(batch_size=max_num_seqs, timeout=0.05, max_num_batched_tokens=budget)
         return StaticScheduler(config, self.kv, MAX_MODEL_LEN)

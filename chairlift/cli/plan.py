@@ -254,7 +254,7 @@ def _summary(plan: Plan, model: str) -> str:
         f"{d.kv_tokens:,} tokens",
         f"  requests:           {plan.lengths.description}; mean {plan.lengths.mean:,.0f}, P95 "
         f"{plan.lengths.percentile(95):,.0f}, longest {plan.lengths.longest:,} tokens",
-        f"  max-num-seqs:       {plan.expected:,} expected ({d.kv_tokens:,} / mean length), {plan.safe:,} safe at P95, "
+        f"  max-num-seqs:       {plan.expected:,} expected (they fill the cache), {plan.safe:,} safe at P95, "
         f"{plan.worst:,} in the worst case of {d.max_model_len:,} tokens each",
         f"  recommended:        {d.max_num_seqs:,}, from {plan.limited_by}",
     ]

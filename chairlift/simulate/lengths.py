@@ -65,6 +65,12 @@ class Lengths:
         held = sum(output * prompt + output * output / 2 for prompt, output in self.pairs)
         return held / sum(output for _, output in self.pairs)
 
+    @property
+    def resident_deviation(self) -> float:
+        """Standard deviation of the length whose mean is :attr:`mean_resident`."""
+        square = sum(o * p * p + o * o * p + o**3 / 3 for p, o in self.pairs) / sum(o for _, o in self.pairs)
+        return math.sqrt(max(0.0, square - self.mean_resident**2))
+
     def clip(self, max_model_len: int) -> Lengths:
         """The same, with prompts and then outputs cut to what the model can hold."""
         if self.longest <= max_model_len:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import Any
 
 from chairlift.simulate.cost import StepCost, StepWork
@@ -15,6 +16,9 @@ from chairlift.simulate.sizes import Deployment
 MOST_SEQUENCES = 1024
 ROUNDS = 8
 PREFILL_ROWS = 512
+MOST_ROWS = 8192  # of a step, unless there are more sequences
+BUNCHES = 1.25  # what a step needs above the mean, since answers end, and prompts come in, in bunches
+FULL = 0.95  # of the KV cache, on average, is full: beyond it, ever more sequences give way
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,8 @@ class Plan:
     Attributes:
         deployment: with the recommended limits in it.
         lengths: of the requests it is for.
-        expected: sequences that fill the KV cache at the mean resident length: full memory, some preemption.
+        expected: sequences that fill the KV cache on average, though each is as long as chance will have it: full
+            memory, some preemption.
         by_final_length: the same by the mean final length.
         safe: sequences that fit if each is as long as the 95th percentile: no preemption to speak of.
         worst: sequences that fit if each is as long as it may be: no preemption ever.
@@ -152,10 +157,12 @@ def make_plan(
         SizingError: the weights do not fit, or not one sequence of full length would.
     """
     lengths = lengths.clip(deployment.max_model_len)
+    least = 0  # without an objective the budget only grows, or its activations and the sequences could chase each other
     for _ in range(ROUNDS):
         check_fits(deployment)
         seqs, limited_by = _recommended(deployment, lengths, aim, cost, slos or {})
-        budget = max_num_batched_tokens or _token_budget(deployment, seqs, lengths, cost, slos or {})
+        budget = max_num_batched_tokens or max(least, _token_budget(deployment, seqs, lengths, cost, slos or {}))
+        least = 0 if slos else budget
         changed = replace(deployment, max_num_seqs=min(seqs, budget), max_num_batched_tokens=budget)
         if changed == deployment:
             break
@@ -185,18 +192,54 @@ def _fitting(deployment: Deployment, tokens_each: float) -> int:
     return max(1, int(deployment.kv_tokens / tokens_each))
 
 
+def expected_fill(deployment: Deployment, lengths: Lengths, seqs: int) -> float:
+    """Share of the KV cache that ``seqs`` sequences fill on average.
+
+    Together they want what is nearly normally distributed. What they want beyond the cache they do not get, and what
+    they happen not to want nobody else uses: so the mean of what they fill, E[min(wanted, cache)], is below the cache
+    even where the mean of what they want is all of it, and the more so the fewer they are.
+    """
+    cache, wanted = deployment.kv_tokens, seqs * _resident_tokens(deployment, lengths)
+    spread = math.sqrt(seqs) * lengths.resident_deviation
+    if not spread:
+        return min(1.0, wanted / cache)
+    normal = NormalDist(wanted, spread)
+    unfilled = (cache - wanted) * normal.cdf(cache) + spread**2 * normal.pdf(cache)
+    return 1 - unfilled / cache
+
+
+def _safe(deployment: Deployment, lengths: Lengths) -> int:
+    return _fitting(deployment, _blocks(deployment, lengths.percentile(95)))
+
+
+def _resident_tokens(deployment: Deployment, lengths: Lengths) -> float:
+    """What a sequence holds at a random step: half of its last block is empty."""
+    return lengths.mean_resident + deployment.block_size / 2
+
+
+def _filling(deployment: Deployment, lengths: Lengths) -> int:
+    """The fewest sequences that fill the cache."""
+    low, high = 0, 1
+    while expected_fill(deployment, lengths, high) < FULL:
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if expected_fill(deployment, lengths, middle) >= FULL else (middle, high)
+    return high
+
+
 def _blocks(deployment: Deployment, tokens: float) -> int:
     """Tokens in the blocks that a sequence fills."""
     return math.ceil(tokens / deployment.block_size) * deployment.block_size
 
 
 _AIMS: dict[str, Callable[[Deployment, Lengths], int]] = {
-    "expected": lambda d, lengths: _fitting(d, lengths.mean_resident + d.block_size / 2),
-    "safe": lambda d, lengths: _fitting(d, _blocks(d, lengths.percentile(95))),
+    "expected": lambda d, lengths: max(_filling(d, lengths), _safe(d, lengths)),
+    "safe": _safe,
     "worst": lambda d, _: _fitting(d, _blocks(d, d.max_model_len)),
 }
 _REASONS = {
-    "expected": "the mean resident length",
+    "expected": "a cache that is full on average",
     "safe": "the 95th percentile of lengths",
     "worst": "--max-model-len",
 }
@@ -241,14 +284,31 @@ def _prefill_seconds(seqs: int, lengths: Lengths, cost: StepCost) -> float:
 def _token_budget(
     deployment: Deployment, seqs: int, lengths: Lengths, cost: StepCost | None, slos: Mapping[str, float]
 ) -> int:
-    """The largest power of two whose steps, filled with prefill, still meet the TPOT objective."""
-    least = 1 << max(0, seqs - 1).bit_length()
+    """The largest power of two whose steps, filled with prefill, still meet the TPOT objective.
+
+    Without one, the smallest in which as many prompts can be computed as answers end; never fewer than the defaults.
+    On a processor, where more rows take as much longer, the default will do.
+    """
+    least = _power_of_two(seqs)
     if cost is None or "tpot" not in slos:
-        return max(2048 if deployment.hardware.context_bytes else 512, least)
-    budget = max(8192, least)
+        if not deployment.hardware.context_bytes:
+            return max(512, least)
+        return max(2048, least, min(MOST_ROWS, _power_of_two(BUNCHES * rows_per_step(seqs, lengths))))
+    budget = max(MOST_ROWS, least)
     while budget > max(128, least) and cost.seconds(_full_work(seqs, budget, lengths)) > slos["tpot"] / 1000:
         budget //= 2
     return budget
+
+
+def rows_per_step(seqs: int, lengths: Lengths) -> float:
+    """Rows that a step must have room for if ``seqs`` sequences are to run: in as many steps as a request has output
+    tokens, all its tokens are computed. With less, prompts come in too slowly to keep every place taken.
+    """
+    return seqs * (1 + lengths.mean_prompt / lengths.mean_output)
+
+
+def _power_of_two(least: float) -> int:
+    return 1 << max(0, math.ceil(least) - 1).bit_length()
 
 
 def _decode_work(seqs: int, lengths: Lengths) -> StepWork:
@@ -348,7 +408,9 @@ def _sequence_lines(plan: Plan) -> list[Line]:
         Line("max-num-seqs, by final length", f"{d.kv_tokens:,} / {lengths.mean:,.1f}", f"{plan.by_final_length:,}"),
         Line(
             "max-num-seqs, expected",
-            f"{d.kv_tokens:,} / ({lengths.mean_resident:,.1f} + half a block of {d.block_size})",
+            f"the fewest n that fill {FULL:.0%} on average: n × ({lengths.mean_resident:,.1f} + half a block of "
+            f"{d.block_size}) ± √n × {lengths.resident_deviation:,.1f}, cut at {d.kv_tokens:,}, fill "
+            f"{expected_fill(d, lengths, plan.expected):.1%} with n =",
             f"{plan.expected:,}",
         ),
         Line("max-num-seqs, safe", f"{d.kv_tokens:,} / P95 {p95:,} (whole blocks)", f"{plan.safe:,}"),
@@ -358,6 +420,14 @@ def _sequence_lines(plan: Plan) -> list[Line]:
             f"{plan.worst:,}",
         ),
     ]
+    lines.append(
+        Line(
+            "rows that a step needs",
+            f"{d.max_num_seqs} sequences × (1 + mean prompt / mean output), to keep them coming; a step may have "
+            f"{d.max_num_batched_tokens:,}",
+            f"{rows_per_step(d.max_num_seqs, lengths):,.0f}",
+        )
+    )
     if plan.decode_step is not None and plan.full_step is not None:
         lines += [
             Line(

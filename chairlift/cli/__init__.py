@@ -21,6 +21,7 @@ COMMANDS = {
     "bench": "Put a load on an OpenAI endpoint and measure what its clients see.",
     "plan": "Size a deployment, with the arithmetic.",
     "simulate": "Run the scheduler on hardware that is not at hand.",
+    "canary": "Move live traffic from one server to another.",
     "models": "List the built-in models and the supported architectures.",
 }
 

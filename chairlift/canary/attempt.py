@@ -1,0 +1,107 @@
+"""One request at one server, under the clock."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from chairlift.canary.config import Timeouts
+from chairlift.canary.samples import Sample
+from chairlift.canary.upstream import UpstreamError
+
+
+class OverdueError(UpstreamError):
+    """The server took too long."""
+
+
+class ClientStalledError(Exception):
+    """The client did not take its answer."""
+
+
+class RolledBackError(Exception):
+    """The candidate lost its traffic before it had answered anything."""
+
+
+class Attempt:
+    """A request at a server, which can be ended from outside.
+
+    Attributes:
+        sample: its clock.
+        streams: whether the answer is to come as a stream.
+    """
+
+    def __init__(self, sample: Sample, *, streams: bool) -> None:
+        self.sample = sample
+        self.streams = streams
+        self._begun = self._last = time.monotonic()
+        self._any_byte = False
+        self._deadline: asyncio.Timeout | None = None
+        self._cause: Exception | None = None
+
+    def heard(self) -> float:
+        """Something of the body came; returns the time."""
+        self._any_byte = True
+        self._last = time.monotonic()
+        return self._last
+
+    def end(self, cause: Exception) -> None:
+        """Ends it from outside: ``cause`` is raised where it waits."""
+        if self._deadline is not None and self._cause is None:
+            self._cause = cause
+            self._deadline.reschedule(asyncio.get_running_loop().time())
+
+    def check(self, now: float, timeouts: Timeouts) -> None:
+        """Ends it if it is overdue."""
+        blocked = self.sample.blocked_since
+        if blocked is not None:
+            self._last = now  # what the server has sent meanwhile lies in buffers
+            if now - blocked > timeouts.total:
+                self.end(ClientStalledError(f"the client read nothing for {timeouts.total:g} s"))
+        elif now - self._begun > timeouts.total and self.sample.age(now) > timeouts.total:
+            self.end(OverdueError(f"no end after {timeouts.total:g} s"))
+        elif self.streams and not self._any_byte and now - self._begun > timeouts.first_byte:
+            self.end(OverdueError(f"nothing came for {timeouts.first_byte:g} s"))
+        elif self._any_byte and now - self._last > timeouts.idle:
+            self.end(OverdueError(f"the answer stood still for {timeouts.idle:g} s"))
+
+    @asynccontextmanager
+    async def bounded(self) -> AsyncIterator[None]:
+        """Lets :meth:`end` end what happens inside."""
+        try:
+            async with asyncio.timeout(None) as self._deadline:
+                yield
+        except TimeoutError:
+            if self._cause is None:
+                raise
+            raise self._cause from None
+        finally:
+            self._deadline = None
+
+
+class Watchdog:
+    """Ends attempts that are overdue."""
+
+    def __init__(self, timeouts: Timeouts) -> None:
+        self._timeouts = timeouts
+        self._attempts: set[Attempt] = set()
+
+    @asynccontextmanager
+    async def watching(self, attempt: Attempt) -> AsyncIterator[None]:
+        """Watches ``attempt`` while it goes on inside."""
+        self._attempts.add(attempt)
+        try:
+            async with attempt.bounded():
+                yield
+        finally:
+            self._attempts.discard(attempt)
+
+    async def run(self) -> None:
+        """Looks after all attempts, for ever."""
+        shortest = min(self._timeouts.first_byte, self._timeouts.idle, self._timeouts.total)
+        while True:
+            await asyncio.sleep(min(0.25, shortest / 4))
+            now = time.monotonic()
+            for attempt in tuple(self._attempts):
+                attempt.check(now, self._timeouts)

@@ -1,0 +1,87 @@
+"""The client's end of an exchange."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.types import Receive, Send
+
+from chairlift.canary.request import REQUEST_ID
+from chairlift.canary.samples import Sample
+
+SIDE = b"x-chairlift-canary"
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+class Client:
+    """Writes an answer to whoever asked, no faster than they read.
+
+    Attributes:
+        started: whether the status and headers have gone out, so that nothing can be taken back.
+        left: the client hung up.
+    """
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self._request_id = request_id.encode("latin-1")
+        self._finished = False
+        self.started = False
+        self.left = False
+
+    async def start(self, status: int, headers: Headers, side: str) -> None:
+        """Sends status and headers, with which side they come from."""
+        self.started = True
+        kept = [(name, value) for name, value in headers if name != REQUEST_ID.encode()]
+        kept += [(REQUEST_ID.encode(), self._request_id), (SIDE, side.encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": kept})
+
+    async def write(self, data: bytes, sample: Sample) -> None:
+        """Sends a piece of the body. The time in which the client does not take it is not held against ``sample``."""
+        now = asyncio.get_running_loop().time
+        sample.block(now())
+        try:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        finally:
+            sample.unblock(now())
+
+    async def finish(self) -> None:
+        """Ends the body."""
+        self._finished = True
+        await self._send({"type": "http.response.body", "body": b""})
+
+    @asynccontextmanager
+    async def watched(self, receive: Receive) -> AsyncIterator[None]:
+        """Cancels what happens inside the moment the client hangs up, and then leaves quietly."""
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - it is what runs this
+
+        async def watch() -> None:
+            message: dict[str, Any] = {"type": ""}
+            while message["type"] != "http.disconnect":
+                message = dict(await receive())
+            if not self._finished:
+                self.left = True
+                task.cancel()
+
+        watcher = asyncio.create_task(watch())
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self.left:
+                raise
+            task.uncancel()
+        finally:
+            watcher.cancel()
+
+
+class Nobody(Client):
+    """Takes everything at once and drops it."""
+
+    def __init__(self) -> None:
+        async def drop(_: Any) -> None:
+            pass
+
+        super().__init__(drop, "")

@@ -21,6 +21,7 @@ from chairlift.api.lifecycle import Admission, Lifecycle
 from chairlift.api.observe import REQUEST_ID, Observe
 from chairlift.api.openapi import add_openapi_route
 from chairlift.api.operations import add_operation_routes
+from chairlift.api.paths import BehindPrefix
 from chairlift.api.responses import create_response
 from chairlift.api.tokenize import add_text_routes
 from chairlift.api.tracing import SpanWriter
@@ -78,7 +79,6 @@ def create_app(
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
-        root_path=config.root_path,
     )
     _add_middleware(app, config, lifecycle, metrics, spans)
     app.add_exception_handler(APIError, _on_api_error)
@@ -108,6 +108,8 @@ def _add_middleware(
             expose_headers=EXPOSED_HEADERS,
         )
     app.add_middleware(Observe, metrics=metrics, log=config.enable_log_requests, spans=spans)
+    if config.root_path:
+        app.add_middleware(BehindPrefix, prefix=config.root_path)
 
 
 def _add_generation_routes(app: FastAPI, frontend: Frontend) -> None:
@@ -124,7 +126,7 @@ def _add_generation_routes(app: FastAPI, frontend: Frontend) -> None:
         return await create_response(frontend, request)
 
     add_text_routes(app, frontend)
-    add_openapi_route(app)
+    add_openapi_route(app, frontend.served_model_names)
 
 
 async def _on_api_error(_: Request, error: Exception) -> Response:

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import pytest
@@ -129,6 +130,16 @@ def app(engine: FakeEngine) -> FastAPI:
 
 
 @pytest.fixture
+def make_app(engine: FakeEngine) -> Callable[..., FastAPI]:
+    """Makes the application with these settings of the server, and what else :func:`create_app` takes."""
+
+    def make(config: ServerConfig, **options: Any) -> FastAPI:
+        return create_app(engine, byte_tokenizer(), served_model_names=["tiny"], config=config, **options)
+
+    return make
+
+
+@pytest.fixture
 async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
@@ -136,9 +147,10 @@ async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @asynccontextmanager
-async def _live(app: ASGIApp) -> AsyncIterator[str]:
+async def _live(app: ASGIApp, **options: Any) -> AsyncIterator[str]:
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    serving = asyncio.create_task(serve(app, bind("127.0.0.1", 0), on_ready=ready.set_result, shutdown_timeout=5))
+    options = {"shutdown_timeout": 5} | options
+    serving = asyncio.create_task(serve(app, bind("127.0.0.1", 0), on_ready=ready.set_result, **options))
     try:
         yield await ready
     finally:
@@ -148,6 +160,6 @@ async def _live(app: ASGIApp) -> AsyncIterator[str]:
 
 
 @pytest.fixture
-def live() -> Callable[[ASGIApp], AbstractAsyncContextManager[str]]:
+def live() -> Callable[..., AbstractAsyncContextManager[str]]:
     """Serves an application on loopback while the context lasts; gives its URL."""
     return _live

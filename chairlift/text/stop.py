@@ -34,7 +34,11 @@ class StopMatcher:
         text, seen = self._held + text, len(self._held)
         for end in range(seen, len(text)):
             for automaton in self._automata:
-                if automaton.feed(text[end]) and armed:
+                if not automaton.feed(text[end]):
+                    continue
+                if not armed:
+                    automaton.overlook()
+                else:
                     self._held = ""
                     return text[: end + 1 - (0 if self._keep else len(automaton.string))], automaton.string
         # What is kept in any case need not be held back.
@@ -63,10 +67,12 @@ class _Automaton:
 
     def feed(self, character: str) -> bool:
         """Takes one character; whether the stop string is now complete."""
-        if self.matched == len(self.string):  # it was complete already, and nobody ended
-            self.matched = self._border[self.matched]
         self.matched = _advance(self.string, self._border, self.matched, character)
         return self.matched == len(self.string)
+
+    def overlook(self) -> None:
+        """Goes on after the string was complete. Its end may be another one's beginning."""
+        self.matched = self._border[self.matched]
 
 
 @lru_cache(maxsize=64)  # the sequences of a request have the same stop strings

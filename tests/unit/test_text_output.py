@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from chairlift.engine.client import EngineDeadError
-from chairlift.scheduling.plan import RequestTiming, SequenceDelta
+from chairlift.scheduling.plan import RequestTiming, SequenceDelta, TokenLogprob
 from chairlift.scheduling.sampling_params import SamplingParams
 from chairlift.text.output import OutputDelta, OutputStream, SequenceError, SequenceOutput, SequenceText, fan_out
 from chairlift.text.tokenizer import Tokenizer
@@ -399,3 +399,61 @@ def test_an_engine_that_refuses_at_once() -> None:
                 await outputs.collect()
 
     run(main(), engine)
+
+
+# ---- what a request keeps in its text, and when it begins to look for an end ----
+
+
+def test_a_stop_string_can_be_kept_and_is_not_held_back_then() -> None:
+    deltas = [SequenceDelta("r", ids("one E")), SequenceDelta("r", ids("ND and more"))]
+    results, _ = feed(deltas, ["END"], include_stop_str_in_output=True)
+    assert [(r.text, r.finish_reason, r.stop_reason) for r in results] == [("one E", None, None), ("ND", "stop", "END")]
+
+
+def test_a_stop_token_can_be_kept() -> None:
+    (newline,) = ids("\n")
+    delta = SequenceDelta("r", [*ids("ab"), newline], "stop", stop_reason=newline)
+    assert feed([delta], include_stop_str_in_output=True)[0][0].text == "ab\n"
+    end = SequenceDelta("r", [*ids("ab"), EOS], "stop")
+    assert feed([end], include_stop_str_in_output=True)[0][0].text == "ab"
+    assert feed([end], include_stop_str_in_output=True, skip_special_tokens=False)[0][0].text == "ab</s>"
+
+
+def test_special_tokens_can_be_shown() -> None:
+    delta = SequenceDelta("r", [*ids("a"), EOS, *ids("b")], "length")
+    assert feed([delta])[0][0].text == "ab"
+    assert feed([delta], skip_special_tokens=False)[0][0].text == "a</s>b"
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "text"),
+    [(0, ""), (1, ""), (2, "xxab"), (5, "xxab"), (6, "xxabxxcd"), (9, "xxabxxcd"), (10, "xxabxxcdxxe")],
+)
+def test_stop_strings_are_not_looked_for_before_there_are_enough_tokens(min_tokens: int, text: str) -> None:
+    delta = SequenceDelta("r", ids("xxabxxcdxxe"), "length")
+    results, _ = feed([delta], ["xx"], min_tokens=min_tokens, max_tokens=99)
+    assert results[0].text == text
+
+
+def test_a_stop_string_may_begin_before_there_are_enough_tokens() -> None:
+    results, _ = feed([SequenceDelta("r", ids("axxxb"), "length")], ["xx"], min_tokens=3)
+    assert results[0].text == "ax"
+
+
+def test_logprobs_go_with_their_tokens() -> None:
+    tokens = ids("one END more")
+    logprobs = [TokenLogprob(token, -1.0, 1) for token in tokens]
+    prompt = [TokenLogprob(5, -2.0, 1)]
+    deltas = [SequenceDelta("r", prompt_logprobs=prompt), SequenceDelta("r", tokens, logprobs=logprobs)]
+    results, count = feed(deltas, ["END"])
+    assert results[0].prompt_logprobs == prompt
+    assert [logprob.token_id for logprob in results[1].logprobs] == list(results[1].token_ids) == tokens[:count]
+
+
+def test_an_echo_of_tokens_goes_on_in_the_middle_of_a_character() -> None:
+    first, *rest = ids("é")
+    output = SequenceOutput(0, TOKENIZER, SamplingParams(), prompt_token_ids=[*ids("a"), first], echo=True)
+    assert output.prompt_text == "a"
+    assert output.update(SequenceDelta("r", rest, "length")).text == "é"
+    silent = SequenceOutput(0, TOKENIZER, SamplingParams(), prompt_token_ids=[*ids("a"), first])
+    assert (silent.prompt_text, silent.update(SequenceDelta("r", rest, "length")).text) == ("", "\ufffd")

@@ -59,3 +59,26 @@ def test_sequences_with_the_same_stop_string_share_its_table(monkeypatch: pytest
     run(["stop here"], ["text"])
     monkeypatch.setattr("chairlift.text.stop._advance", None)  # what makes the table
     StopMatcher(["stop here"])
+
+
+def test_a_match_in_text_that_is_not_armed_ends_nothing_and_is_given_out() -> None:
+    matcher = StopMatcher(["aa", "b"])
+    assert matcher.push("xaab", armed=False) == ("xaab", None)
+    assert matcher.push("a", armed=False) == ("", None)
+    assert matcher.push("ya") == ("ay", None)
+    assert matcher.push("a") == ("", "aa")
+
+
+def test_a_match_that_is_not_armed_may_be_the_beginning_of_one_that_is() -> None:
+    matcher = StopMatcher(["aa"])
+    assert matcher.push("aa", armed=False) == ("a", None)
+    assert matcher.push("a") == ("", "aa")
+
+
+def test_a_stop_string_that_is_kept_holds_nothing_back() -> None:
+    matcher = StopMatcher(["abc"], keep=True)
+    assert matcher.push("xab") == ("xab", None)
+    assert matcher.push("cd") == ("c", "abc")
+    matcher = StopMatcher(["abc"], keep=True)
+    assert matcher.push("xabcd") == ("xabc", "abc")
+    assert matcher.flush() == ""

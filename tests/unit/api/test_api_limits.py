@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -185,9 +186,7 @@ async def begin_serving(app: FastAPI, lifecycle: Lifecycle, timeout: float) -> t
 async def test_what_is_open_at_the_timeout_ends_with_an_error(
     make_app: Make, engine: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Streams by an event, the others by a status; and a reader that takes nothing does not hold the server up."""
-    engine.pause = lambda: 3600.0 if engine.running > 130 else 0.0
-    engine.reply = b"x" * 120
+    """Streams by an event, the others by a status; idle connections are just closed."""
     lifecycle = Lifecycle()
     serving, url = await begin_serving(make_app(ServerConfig(), lifecycle=lifecycle), lifecycle, 0.3)
     host, port = url.removeprefix("http://").split(":")
@@ -217,16 +216,16 @@ async def test_a_reader_that_takes_nothing_does_not_hold_up_the_end(make_app: Ma
     lifecycle = Lifecycle()
     serving, url = await begin_serving(make_app(ServerConfig(), lifecycle=lifecycle), lifecycle, 0.2)
     host, port = url.removeprefix("http://").split(":")
-    body = json.dumps(HI | {"stream": True, "n": 1024, "max_tokens": 120}).encode()
+    body = json.dumps(HI | {"stream": True, "n": 128, "max_tokens": 120}).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
     )
-    _, writer = await asyncio.open_connection(host, int(port), limit=2**10)
-    writer.transport.pause_reading()  # type: ignore[attr-defined]
-    writer.write(head.encode() + b"\r\n" + body)
-    await settled(lambda: len(engine.ends) == 1024 and len(lifecycle.open) == 1)
-    serving.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(serving, 60)
-    assert not lifecycle.open
-    writer.transport.abort()
+    with socket.create_connection((host, int(port))) as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        reader.sendall(head.encode() + b"\r\n" + body)
+        await settled(lambda: len(engine.ends) == 128)
+        assert len(lifecycle.open) == 1
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+        assert not lifecycle.open

@@ -13,6 +13,7 @@ from chairlift.scheduling.config import POLICIES, PREEMPTION_MODES, VICTIM_RULES
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "reference", "cpu")
+QUANTIZATIONS = ("int8",)
 BATCHING = ("continuous", "static")
 TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral")
 LOG_FORMATS = ("text", "json")
@@ -38,6 +39,8 @@ class EngineConfig:
         revision: branch, tag or commit of a hub id.
         dtype: precision of weights and activations; "auto" takes bfloat16 where the device computes in it, else
             float32.
+        quantization: "int8" computes products in int8, with a scale for each output channel of the weights and one for
+            each row of activations; ``None`` computes in ``dtype``. CPU only.
         device: "auto" takes CUDA where there is one.
         max_model_len: longest sequence in tokens; ``None`` takes the model's own.
         block_size: tokens in a KV block.
@@ -66,6 +69,7 @@ class EngineConfig:
     model: str = "smollm2"
     revision: str | None = None
     dtype: str = "auto"
+    quantization: str | None = None
     device: str = "auto"
     max_model_len: int | None = None
     block_size: int = 16
@@ -94,6 +98,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _one_of("--dtype", self.dtype, DTYPES)
+        if self.quantization is not None:
+            _one_of("--quantization", self.quantization, QUANTIZATIONS)
         _one_of("--device", self.device, DEVICES)
         _one_of("--attention-backend", self.attention_backend, ATTENTION_BACKENDS)
         _count("--max-model-len", self.max_model_len)

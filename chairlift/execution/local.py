@@ -27,9 +27,9 @@ from chairlift.execution.runner import ModelRunner
 from chairlift.execution.sampler import NonFiniteLogitsError
 from chairlift.model.attention.base import AttentionBackend
 from chairlift.model.attention.select import select_backend
+from chairlift.model.base import Decoder
 from chairlift.model.config import read_config
-from chairlift.model.llama import CausalLM
-from chairlift.model.registry import load_model
+from chairlift.model.registry import fit_to_cpu, load_model
 from chairlift.model.source import resolve
 from chairlift.scheduling.plan import RowCounts, SequenceChunk, StepPlan, StepResult
 from chairlift.scheduling.sampling_params import SamplingParams
@@ -75,7 +75,8 @@ class LocalExecutor:
         )
 
         available = available_host_memory()
-        model = load_model(source, model_config, dtype=dtype, device=device)
+        loaded = load_model(source, model_config, dtype=dtype, device=device)
+        model = fit_to_cpu(loaded, attention, config.quantization)
         bytes_per_token = kv_bytes_per_token(model_config, dtype)
         num_blocks = num_kv_blocks(
             _kv_budget(config, limits, model, attention, available),
@@ -194,7 +195,7 @@ def resolve_dtype(name: str, device: torch.device, cpu_info: Path = CPU_INFO) ->
 
 
 def _runner(
-    model: CausalLM, attention: AttentionBackend[Any], num_blocks: int, block_size: int, num_host_blocks: int = 0
+    model: Decoder, attention: AttentionBackend[Any], num_blocks: int, block_size: int, num_host_blocks: int = 0
 ) -> ModelRunner:
     weight = model.embedding
 
@@ -231,7 +232,7 @@ def _best_time(runner: ModelRunner, plan: StepPlan) -> float:
 
 
 def _kv_budget(
-    config: EngineConfig, limits: StepLimits, model: CausalLM, attention: AttentionBackend[Any], available: int
+    config: EngineConfig, limits: StepLimits, model: Decoder, attention: AttentionBackend[Any], available: int
 ) -> KVBudget:
     """What the settings, or the share of memory that they name, leave for the KV cache.
 

@@ -16,7 +16,7 @@ from chairlift.execution.kv_store import KVStore
 from chairlift.execution.logprobs import token_logprobs
 from chairlift.execution.sampler import MAX_NUMBERS, NonFiniteLogitsError, sample
 from chairlift.model.attention.base import AttentionBackend
-from chairlift.model.llama import CausalLM
+from chairlift.model.base import Decoder
 from chairlift.scheduling.plan import SequenceChunk, StepPlan, TokenLogprob
 
 
@@ -43,7 +43,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: Decoder,
         attention: AttentionBackend[Any],
         kv: KVStore,
         *,

@@ -20,6 +20,7 @@ from chairlift.model.attention.cpu import LOG2_E, CpuAttention, CpuMetadata, Wor
 from chairlift.model.config import ModelConfig
 from chairlift.model.kernels import kinds, tiles
 from chairlift.model.kernels.decoder import (
+    STAGES,
     STAGES_PER_LAYER,
     Buffers,
     Cache,
@@ -29,9 +30,10 @@ from chairlift.model.kernels.decoder import (
     run_head,
     run_step,
 )
-from chairlift.model.kernels.products import BLOCK_COLUMNS, BLOCK_ROWS, LANES, Words, pack, uses_tiles
+from chairlift.model.kernels.products import BLOCK_COLUMNS, BLOCK_ROWS, LANES, WORD_BYTES, Words, pack, uses_tiles
 from chairlift.model.kernels.products import unsupported as unsupported_precision
 from chairlift.model.kernels.threads import COUNTER
+from chairlift.model.layers import Linear
 from chairlift.model.llama import CausalLM, DecoderLayer
 
 Floats = npt.NDArray[np.float32]
@@ -44,6 +46,9 @@ class FusedCausalLM:
         model: with its weights loaded, in float32 or bfloat16; its projections are emptied as they are packed.
         attention: the backend whose work plans the kernel follows.
         quantization: "int8" for int8 products, ``None`` for products in the model's own precision.
+
+    Attributes:
+        times: [threads, stages of a step] int64, ticks of the processor's clock since the model was made.
 
     Raises:
         ValueError: :func:`unsupported` says why.
@@ -74,6 +79,7 @@ class FusedCausalLM:
         self._weights, self._head = self._pack(model)
         self._config = tiles.full_tiles()
         self._counters = np.zeros((1 + STAGES_PER_LAYER * config.num_layers) * COUNTER, np.int64)
+        self.times = np.zeros((self._threads, len(STAGES)), np.int64)
         self._buffers = self._make_buffers(BLOCK_ROWS)
         windows = sorted({window or 0 for window in config.sliding_windows})
         self._windows = windows
@@ -111,7 +117,7 @@ class FusedCausalLM:
         scale = np.float32(self._attention.scale * LOG2_E)
         run_step(
             self._kind, self._sizes, np.float32(self.config.rms_norm_eps), scale, self._weights, self._buffers, step,
-            Cache(_flat(kv_caches.keys), _flat(kv_caches.values)), self._counters, self._config,
+            Cache(_flat(kv_caches.keys), _flat(kv_caches.values)), self._counters, self.times, self._config,
         )  # fmt: skip
         hidden: Tensor = torch.from_numpy(self._buffers.hidden).view(-1, self.config.hidden_size)[:rows]
         return hidden
@@ -156,7 +162,7 @@ class FusedCausalLM:
         rows = -(-rows // BLOCK_ROWS) * BLOCK_ROWS
         sizes, made = self._sizes, np.dtype(np.float32)
         taken = {kinds.Float32: np.dtype(np.float32)}.get(type(self._kind), np.dtype(np.int16))
-        if self._kind.per_word == kinds.Int8().per_word:
+        if is_quantized(self._kind):
             taken = np.dtype(np.uint8)
         else:
             made = taken
@@ -172,18 +178,20 @@ class FusedCausalLM:
             hidden=np.zeros(rows * sizes.hidden, np.float32),
         )
 
-    def _pack(self, model: CausalLM) -> tuple[Weights, tuple[Any, Any, Any]]:
+    def _pack(self, model: CausalLM) -> tuple[Weights, tuple[Words, Floats, Words]]:
         layers = [cast("DecoderLayer", layer) for layer in model.layers]
         attentions = [layer.attention for layer in layers]
-        quantized = self._kind.per_word == kinds.Int8().per_word
-        inner = self.config.intermediate_size
-        parts = []
+        quantized = is_quantized(self._kind)
+        # A tied head is the embedding, which stays.
+        head = _pack([model.head], quantized, keep=self.config.tie_word_embeddings)
         for layer in layers:
-            parts += [layer.attention.qkv.weight.data, layer.attention.o.weight.data]
-            parts += [_interleaved(layer.gate_up.weight.data, inner), layer.down.weight.data]
+            layer.gate_up.weight.data = _interleaved(layer.gate_up.weight.data)
+        projections = [
+            p for layer in layers for p in (layer.attention.qkv, layer.attention.o, layer.gate_up, layer.down)
+        ]
         weights = Weights(
             _flat(model.embedding.data),
-            *_packed(parts, quantized),
+            *_pack(projections, quantized),
             qkv_bias=_biases([attention.qkv.bias for attention in attentions], self._sizes.qkv),
             attention_norm=_floats([layer.attention_norm.weight for layer in layers]),
             mlp_norm=_floats([layer.mlp_norm.weight for layer in layers]),
@@ -191,7 +199,7 @@ class FusedCausalLM:
             q_norm=_floats([attention.q_norm.weight for attention in attentions if attention.q_norm is not None]),
             k_norm=_floats([attention.k_norm.weight for attention in attentions if attention.k_norm is not None]),
         )
-        return weights, _packed([model.head.weight.data], quantized)
+        return weights, head
 
 
 def unsupported(config: ModelConfig, dtype: torch.dtype, quantization: str | None) -> str | None:
@@ -211,6 +219,11 @@ def unsupported(config: ModelConfig, dtype: torch.dtype, quantization: str | Non
     return None
 
 
+def is_quantized(kind: kinds.Kind) -> bool:
+    """Whether products are int8."""
+    return isinstance(kind, kinds.Int8 | kinds.Int8Tiles)
+
+
 def _kind(dtype: torch.dtype, quantization: str | None) -> kinds.Kind:
     if quantization == "int8":
         return kinds.Int8Tiles() if uses_tiles("int8") else kinds.Int8()
@@ -223,25 +236,38 @@ def _filled(columns: int) -> int:
     return -(-columns // BLOCK_COLUMNS) * BLOCK_COLUMNS
 
 
-def _interleaved(weight: Tensor, inner: int) -> Tensor:
-    """Gate and up [2 × inner, hidden], sixteen rows of one beside the same sixteen of the other."""
-    gate, up = weight[:inner].view(-1, 1, LANES, weight.shape[1]), weight[inner:].view(-1, 1, LANES, weight.shape[1])
-    return torch.cat([gate, up], dim=1).view_as(weight)
+def _interleaved(weight: Tensor) -> Tensor:
+    """Gate over up [2 × inner, hidden], with sixteen rows of one beside the same sixteen of the other."""
+    halves = weight.view(2, -1, LANES, weight.shape[1])
+    return halves.transpose(0, 1).reshape(weight.shape)
 
 
-def _packed(parts: Sequence[Tensor], quantized: bool) -> tuple[Words, Floats, Words]:
-    """Packs projections end to end: their words, and for int8 each column's scale and the sum of its weights."""
-    words, scales, sums = [], [np.empty(0, np.float32)], [np.empty(0, np.int32)]
-    for weight in parts:
+def _pack(projections: Sequence[Linear], quantized: bool, *, keep: bool = False) -> tuple[Words, Floats, Words]:
+    """Packs projections end to end: their words, and for int8 each column's scale and the sum of its weights.
+
+    Each is emptied once it is packed, unless told to ``keep`` them, so that memory never holds much more than all once.
+    """
+    columns = [_filled(len(projection.weight)) for projection in projections]
+    itemsize = 1 if quantized else projections[0].weight.dtype.itemsize
+    widths = [projection.weight.shape[1] for projection in projections]
+    words = np.empty(sum(n * k for n, k in zip(columns, widths, strict=True)) * itemsize // WORD_BYTES, np.int32)
+    scales = np.zeros(sum(columns) if quantized else 0, np.float32)
+    sums = np.zeros(sum(columns) if quantized else 0, np.int32)
+    word = column = 0
+    for projection, filled in zip(projections, columns, strict=True):
+        weight = projection.weight.data
         if quantized:
             numbers, scale = _quantize(weight)
-            words.append(pack(numbers))
-            padding = np.zeros(_filled(len(scale)) - len(scale), np.float32)
-            scales += [scale, padding]
-            sums += [numbers.sum(axis=1, dtype=np.int32), padding.astype(np.int32)]
+            scales[column : column + len(scale)] = scale
+            sums[column : column + len(scale)] = numbers.sum(axis=1, dtype=np.int32)
         else:
-            words.append(pack(_bits(weight)))
-    return np.concatenate(words), np.concatenate(scales), np.concatenate(sums)
+            numbers = _bits(weight)
+        packed = pack(numbers)
+        words[word : word + len(packed)] = packed
+        word, column = word + len(packed), column + filled
+        if not keep:
+            projection.weight.data = weight.new_empty(0)
+    return words, scales, sums
 
 
 def _quantize(weight: Tensor) -> tuple[npt.NDArray[np.int8], Floats]:

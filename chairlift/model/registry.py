@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from chairlift.config import ConfigError
+from chairlift.model.attention.base import AttentionBackend
+from chairlift.model.base import Decoder
 from chairlift.model.config import ARCHITECTURES, ModelConfig
 from chairlift.model.gguf_file import open_gguf
 from chairlift.model.llama import CausalLM
@@ -37,3 +42,24 @@ def load_model(source: ModelSource, config: ModelConfig, *, dtype: torch.dtype, 
     else:
         load_weights(model, iterate_safetensors(source.path))
     return model.eval()
+
+
+def fit_to_cpu(model: CausalLM, attention: AttentionBackend[Any], quantization: str | None) -> Decoder:
+    """Packs a model's weights for fused steps where its attention runs on the CPU and the processor can; else as it is.
+
+    Raises:
+        ConfigError: ``quantization`` is asked for and cannot be had for this model, here.
+    """
+    if attention.name == "cpu":
+        # Numba takes a while to import, and nothing else needs it.
+        from chairlift.model.attention.cpu import CpuAttention
+        from chairlift.model.fused import FusedCausalLM, unsupported
+
+        reason = unsupported(model.config, model.embedding.dtype, quantization)
+        if reason is None and isinstance(attention, CpuAttention):
+            return FusedCausalLM(model, attention, quantization)
+    else:
+        reason = f"it needs the attention backend cpu, not {attention.name}"
+    if quantization:
+        raise ConfigError(f"--quantization {quantization} cannot be had here: {reason}; leave it out")
+    return model

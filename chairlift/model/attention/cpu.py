@@ -170,7 +170,9 @@ class CpuAttention(AttentionBackend[CpuMetadata]):
     def _deal(self, cost: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
         """Bounds of each thread's run of items, so that the runs cost about the same."""
         done = np.cumsum(cost) - cost / 2
-        bounds: npt.NDArray[np.int64] = np.searchsorted(done, done[-1] * np.arange(self.num_threads + 1) / self.num_threads)
+        bounds: npt.NDArray[np.int64] = np.searchsorted(
+            done, done[-1] * np.arange(self.num_threads + 1) / self.num_threads
+        )
         bounds[-1] = len(cost)
         return bounds
 

@@ -25,7 +25,7 @@ from chairlift.model.kernels.paged_attention import Shape, make_scratch, merge_p
 from chairlift.model.kernels.products import BLOCK_COLUMNS, BLOCK_ROWS
 from chairlift.model.kernels.rows import INT8_ZERO, embed, gated, normalize, rotate, write_row
 from chairlift.model.kernels.simd import LANES, fma, load, splat, store
-from chairlift.model.kernels.threads import claim, meet
+from chairlift.model.kernels.threads import claim, meet, ticks
 
 DIGEST = "".join(
     (hashlib.sha256(Path(__file__).read_bytes()).hexdigest(), simd.SOURCE_DIGEST, threads.SOURCE_DIGEST,
@@ -36,6 +36,10 @@ DIGEST = "".join(
 QKV, ATTENTION, MERGES, OUTPUT, GATE_UP, DOWN = range(6)
 STAGES_PER_LAYER = 6
 """Stages whose pieces are claimed."""
+
+STAGES = ("norm", "qkv", "rotate", "attention", "output", "gate_up", "down", "quantize")
+"""What a step's time goes to; waiting for the slower threads of a stage belongs to it."""
+NORM, T_QKV, ROTATE, T_ATTENTION, T_OUTPUT, T_GATE_UP, T_DOWN, QUANTIZE = range(len(STAGES))
 
 _compiled = njit(nogil=True, error_model="numpy", boundscheck=False)
 
@@ -205,30 +209,27 @@ def _quantize_rows(kind, made, width, activations, scales, first, last):  # type
     return quantize if is_quantized(kind) else nothing
 
 
-def block(kind, a, ai, stride, count, packed, unit, words, c, ci, columns, add, scales, row, integers):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """One block of a product, in float32, set or added to ``c``. ``unit`` is the pair of strips."""
+def block(kind, a, ai, stride, count, packed, unit, words, scales, row, numbers, integers):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Sets ``numbers`` [32, 32] float32 to one block of a product. ``unit`` is the pair of strips."""
     raise NotImplementedError
 
 
 @overload(block)
-def _block(kind, a, ai, stride, count, packed, unit, words, c, ci, columns, add, scales, row, integers):  # type: ignore[no-untyped-def]
+def _block(kind, a, ai, stride, count, packed, unit, words, scales, row, numbers, integers):  # type: ignore[no-untyped-def]
     product = products.product_of(kinds.PRECISIONS[kind.instance_class], in_tiles=in_tiles(kind))
 
-    def plain(kind, a, ai, stride, count, packed, unit, words, c, ci, columns, add, scales, row, integers):  # type: ignore[no-untyped-def]
-        wi = packed.first_word + unit * BLOCK_COLUMNS * words
-        product(a, ai, stride, count, packed.words, wi, words, c, ci, columns, add)
+    def plain(kind, a, ai, stride, count, packed, unit, words, scales, row, numbers, integers):  # type: ignore[no-untyped-def]
+        product(a, ai, stride, count, packed.words, packed.first_word + unit * BLOCK_COLUMNS * words, words, numbers)
 
-    def scaled(kind, a, ai, stride, count, packed, unit, words, c, ci, columns, add, scales, row, integers):  # type: ignore[no-untyped-def]
-        wi = packed.first_word + unit * BLOCK_COLUMNS * words
-        product(a, ai, stride, count, packed.words, wi, words, integers, 0, BLOCK_COLUMNS, False)
+    def scaled(kind, a, ai, stride, count, packed, unit, words, scales, row, numbers, integers):  # type: ignore[no-untyped-def]
+        product(a, ai, stride, count, packed.words, packed.first_word + unit * BLOCK_COLUMNS * words, words, integers)
         first = packed.first_column + unit * BLOCK_COLUMNS
         for r in range(count):
             scale = scales[row + r]
             for i in range(BLOCK_COLUMNS):
                 # Activations are stored as unsigned numbers, 128 too large.
                 number = integers[r * BLOCK_COLUMNS + i] - INT8_ZERO * packed.sums[first + i]
-                value = np.float32(number) * (scale * packed.scales[first + i])
-                c[ci + r * columns + i] = value + c[ci + r * columns + i] if add else value
+                numbers[r * BLOCK_COLUMNS + i] = np.float32(number) * (scale * packed.scales[first + i])
 
     return scaled if is_quantized(kind) else plain
 
@@ -238,19 +239,23 @@ def _block(kind, a, ai, stride, count, packed, unit, words, c, ci, columns, add,
 
 @_compiled
 def _product(  # type: ignore[no-untyped-def]
-    kind, a, num_rows, width, packed, c, columns, add, scales, integers, counters, stage
+    kind, a, num_rows, width, packed, c, columns, add, scales, numbers, integers, counters, stage
 ):
-    """Sets ``c`` [rows, columns] to the product of activations and a layer's weights, or adds it."""
+    """Sets ``c`` [rows, columns] to the product of activations and weights, or adds it."""
     words = width // kind.per_word
-    units = columns // BLOCK_COLUMNS
+    one = splat(np.float32(1))
     unit = claim(counters, stage)
-    while unit < units:
+    while unit < columns // BLOCK_COLUMNS:
         for row in range(0, num_rows, BLOCK_ROWS):
             count = min(BLOCK_ROWS, num_rows - row)
-            block(
-                kind, a, row * words, words, count, packed, unit, words, c,
-                row * columns + unit * BLOCK_COLUMNS, columns, add, scales, row, integers,
-            )  # fmt: skip
+            block(kind, a, row * words, words, count, packed, unit, words, scales, row, numbers, integers)
+            for r in range(count):
+                place = (row + r) * columns + unit * BLOCK_COLUMNS
+                for i in range(0, BLOCK_COLUMNS, LANES):
+                    lanes = load(numbers, r * BLOCK_COLUMNS + i)
+                    if add:
+                        lanes = fma(load(c, place + i), one, lanes)
+                    store(c, place + i, lanes)
         unit = claim(counters, stage)
 
 
@@ -260,15 +265,11 @@ def _gated_product(  # type: ignore[no-untyped-def]
 ):
     """Sets ``inner`` [rows, columns] to SiLU of the gate times up."""
     words = width // kind.per_word
-    units = columns // LANES
     unit = claim(counters, stage)
-    while unit < units:
+    while unit < columns // LANES:
         for row in range(0, num_rows, BLOCK_ROWS):
             count = min(BLOCK_ROWS, num_rows - row)
-            block(
-                kind, a, row * words, words, count, packed, unit, words, numbers, 0, BLOCK_COLUMNS,
-                False, scales, row, integers,
-            )  # fmt: skip
+            block(kind, a, row * words, words, count, packed, unit, words, scales, row, numbers, integers)
             for r in range(count):
                 gate, up = load(numbers, r * BLOCK_COLUMNS), load(numbers, r * BLOCK_COLUMNS + LANES)
                 store(inner, (row + r) * columns + unit * LANES, gated(gate, up))
@@ -321,7 +322,9 @@ def _attend(layer, sizes, scale, qkv, step, cache, attended, scratch, counters, 
     first, last = step.item_bounds[plan], step.item_bounds[plan + 1]
     i = first + claim(counters, stage)
     while i < last:
-        run_item(step.items[i], qkv, sizes.qkv, scale, keys, values, step.tables, shape, step.partial, attended, scratch)
+        run_item(
+            step.items[i], qkv, sizes.qkv, scale, keys, values, step.tables, shape, step.partial, attended, scratch
+        )
         i = first + claim(counters, stage)
     if step.merge_bounds[plan + 1] > step.merge_bounds[plan]:
         meetings = meet(counters, sizes.threads, meetings)
@@ -357,7 +360,16 @@ def _norm_rows(kind, first, last, sizes, weight, wi, eps, buffers, row):  # type
 
 
 @_compiled
-def _run(thread, kind, sizes, eps, scale, weights, buffers, step, cache, counters, config):  # type: ignore[no-untyped-def]
+def _meet(counters, count, meetings, times, stage, since):  # type: ignore[no-untyped-def]
+    """Waits for the others, and notes how long the stage took."""
+    meetings = meet(counters, count, meetings)
+    now = ticks()
+    times[stage] += now - since
+    return meetings, now
+
+
+@_compiled
+def _run(thread, kind, sizes, eps, scale, weights, buffers, step, cache, counters, all_times, config):  # type: ignore[no-untyped-def]
     """One thread's part of a step."""
     kept = np.empty(tiles.CONFIG_BYTES, np.uint8)
     begin(kind, config, kept)
@@ -371,66 +383,105 @@ def _run(thread, kind, sizes, eps, scale, weights, buffers, step, cache, counter
     words = activations.view(np.int32)
     layer_words = _words(sizes, kind.per_word)
     layer_columns = sizes.qkv + 2 * hidden + 2 * sizes.inner
-    meetings = 0
+    meetings, times, since = 0, all_times[thread], ticks()
     for r in range(first, last):
         embed(step.token_ids[r], weights.embedding, x, r * hidden, hidden)
     for layer in range(sizes.num_layers):
         stage = 1 + layer * STAGES_PER_LAYER
         _norm_rows(kind, first, last, sizes, weights.attention_norm, layer * hidden, eps, buffers, row)
-        meetings = meet(counters, count, meetings)
+        meetings, since = _meet(counters, count, meetings, times, NORM, since)
         packed = Packed(weights.words, weights.scales, weights.sums, layer * layer_words, layer * layer_columns)
         _product(
-            kind, words, num_rows, hidden, packed, qkv, sizes.qkv, False, scales, integers, counters, stage + QKV
+            kind,
+            words,
+            num_rows,
+            hidden,
+            packed,
+            qkv,
+            sizes.qkv,
+            False,
+            scales,
+            numbers,
+            integers,
+            counters,
+            stage + QKV,
         )
         packed = _behind(packed, sizes.qkv, hidden, kind.per_word)
-        meetings = meet(counters, count, meetings)
+        meetings, since = _meet(counters, count, meetings, times, T_QKV, since)
         for r in range(first, last):
             _rotate_and_write(r, layer, sizes, weights, eps, qkv, step, cache)
-        meetings = meet(counters, count, meetings)
+        meetings, since = _meet(counters, count, meetings, times, ROTATE, since)
         meetings = _attend(
             layer, sizes, scale, qkv, step, cache, buffers.attended, scratch, counters, stage + ATTENTION, meetings
         )
-        meetings = meet(counters, count, meetings)
+        meetings, since = _meet(counters, count, meetings, times, T_ATTENTION, since)
         if quantize_rows(kind, buffers.attended, width, activations, scales, first, last):
-            meetings = meet(counters, count, meetings)
+            meetings, since = _meet(counters, count, meetings, times, QUANTIZE, since)
         _product(
             kind, words_of(kind, buffers.attended, activations), num_rows, width, packed, x, hidden,
-            True, scales, integers, counters, stage + OUTPUT,
+            True, scales, numbers, integers, counters, stage + OUTPUT,
         )  # fmt: skip
         packed = _behind(packed, hidden, width, kind.per_word)
-        meetings = meet(counters, count, meetings)
+        meetings, since = _meet(counters, count, meetings, times, T_OUTPUT, since)
         _norm_rows(kind, first, last, sizes, weights.mlp_norm, layer * hidden, eps, buffers, row)
-        meetings = meet(counters, count, meetings)
+        meetings, since = _meet(counters, count, meetings, times, NORM, since)
         _gated_product(
-            kind, words, num_rows, hidden, packed, buffers.inner, sizes.inner, scales, numbers,
-            integers, counters, stage + GATE_UP,
+            kind, words, num_rows, hidden, packed, buffers.inner, sizes.inner, scales, numbers, integers, counters, stage + GATE_UP,
         )  # fmt: skip
         packed = _behind(packed, 2 * sizes.inner, hidden, kind.per_word)
-        meetings = meet(counters, count, meetings)
+        meetings, since = _meet(counters, count, meetings, times, T_GATE_UP, since)
         if quantize_rows(kind, buffers.inner, sizes.inner, activations, scales, first, last):
-            meetings = meet(counters, count, meetings)
+            meetings, since = _meet(counters, count, meetings, times, QUANTIZE, since)
         _product(
             kind, words_of(kind, buffers.inner, activations), num_rows, sizes.inner, packed, x, hidden,
-            True, scales, integers, counters, stage + DOWN,
+            True, scales, numbers, integers, counters, stage + DOWN,
         )  # fmt: skip
-        meetings = meet(counters, count, meetings)
+        meetings, since = _meet(counters, count, meetings, times, T_DOWN, since)
     for r in range(first, last):
         normalize(x, r * hidden, weights.final_norm, 0, hidden, eps, buffers.hidden, r * hidden)
     end(kind, kept)
 
 
 @_compiled
-def _run_head(thread, count, kind, hidden, num_rows, width, words, column_scales, column_sums, activations, scales, logits, columns, counters, config):  # type: ignore[no-untyped-def]
+def _run_head(
+    thread,
+    count,
+    kind,
+    hidden,
+    num_rows,
+    width,
+    words,
+    column_scales,
+    column_sums,
+    activations,
+    scales,
+    logits,
+    columns,
+    counters,
+    config,
+):  # type: ignore[no-untyped-def]
     """One thread's part of the logits."""
     kept = np.empty(tiles.CONFIG_BYTES, np.uint8)
     begin(kind, config, kept)
-    integers = np.empty(BLOCK_ROWS * BLOCK_COLUMNS, np.int32)
+    numbers, integers = np.empty(BLOCK_ROWS * BLOCK_COLUMNS, np.float32), np.empty(BLOCK_ROWS * BLOCK_COLUMNS, np.int32)
     for row in range(num_rows * thread // count, num_rows * (thread + 1) // count):
         write_row(kind, hidden, row * width, width, activations, row * width, scales, row)
     meet(counters, count, 0)
     packed = Packed(words, column_scales, column_sums, 0, 0)
     _product(
-        kind, activations.view(np.int32), num_rows, width, packed, logits, columns, False, scales, integers, counters, 1
+        kind,
+        activations.view(np.int32),
+        num_rows,
+        width,
+        packed,
+        logits,
+        columns,
+        False,
+        scales,
+        numbers,
+        integers,
+        counters,
+        1,
     )
     end(kind, kept)
 
@@ -439,22 +490,52 @@ def _build(digest: str, *, cache: bool) -> tuple[Any, Any]:
     """Makes the kernels. They capture ``digest`` so that Numba's cache of compiled code depends on it."""
 
     @njit(parallel=True, nogil=True, cache=cache, error_model="numpy", boundscheck=False)
-    def run_step(kind, sizes, eps, scale, weights, buffers, step, cache, counters, config):  # type: ignore[no-untyped-def]
+    def run_step(kind, sizes, eps, scale, weights, buffers, step, cache, counters, times, config):  # type: ignore[no-untyped-def]
         """Computes a step, up to the final norm, into ``buffers.hidden``.
 
-        ``counters`` has (1 + STAGES_PER_LAYER × layers) × COUNTER zeros; ``config`` is :func:`tiles.full_tiles`.
+        ``counters`` has (1 + STAGES_PER_LAYER × layers) × COUNTER zeros; ``times`` [threads, stages] int64 is added to,
+        in ticks of the processor's clock; ``config`` is :func:`tiles.full_tiles`.
         """
         digest  # noqa: B018
         for thread in prange(sizes.threads):
-            _run(thread, kind, sizes, eps, scale, weights, buffers, step, cache, counters, config)
+            _run(thread, kind, sizes, eps, scale, weights, buffers, step, cache, counters, times, config)
 
     @njit(parallel=True, nogil=True, cache=cache, error_model="numpy", boundscheck=False)
-    def run_head(kind, count, hidden, num_rows, width, words, column_scales, column_sums, activations, scales, logits, columns, counters, config):  # type: ignore[no-untyped-def]
+    def run_head(
+        kind,
+        count,
+        hidden,
+        num_rows,
+        width,
+        words,
+        column_scales,
+        column_sums,
+        activations,
+        scales,
+        logits,
+        columns,
+        counters,
+        config,
+    ):  # type: ignore[no-untyped-def]
         """Computes logits [num_rows, columns] of hidden states [num_rows, width], float32 both."""
         digest  # noqa: B018
         for thread in prange(count):
             _run_head(
-                thread, count, kind, hidden, num_rows, width, words, column_scales, column_sums, activations, scales, logits, columns, counters, config
+                thread,
+                count,
+                kind,
+                hidden,
+                num_rows,
+                width,
+                words,
+                column_scales,
+                column_sums,
+                activations,
+                scales,
+                logits,
+                columns,
+                counters,
+                config,
             )
 
     return run_step, run_head

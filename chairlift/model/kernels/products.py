@@ -90,30 +90,19 @@ def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any
 
 
 def _vector_block(rows: int, multiply_add: Callable[..., Any], sums_type: Any) -> Any:
-    """Rows of activations by two strips, in registers. With ``add`` the block begins with what ``c`` holds."""
+    """Rows of activations by two strips, in registers."""
 
     @intrinsic
     def block(
-        typing_context: Any, a: Any, ai: Any, stride: Any, weights: Any, wi: Any, words: Any, c: Any, ci: Any,
-        columns: Any, add: Any,
+        typing_context: Any, a: Any, ai: Any, stride: Any, weights: Any, wi: Any, words: Any, c: Any, ci: Any
     ) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            a_, ai_, stride_, w_, wi_, words_, c_, ci_, columns_, add_ = arguments
+            a_, ai_, stride_, w_, wi_, words_, c_, ci_ = arguments
             i64 = ci_.type
             cells = [(row, strip) for row in range(rows) for strip in range(STRIPS)]
-            places = [
-                _address(context, builder, c, c_,
-                         builder.add(ci_, builder.add(builder.mul(columns_, i64(row)), i64(strip * LANES))), sums_type)
-                for row, strip in cells
-            ]  # fmt: skip
             sums = [cgutils.alloca_once(builder, sums_type) for _ in cells]  # type: ignore[no-untyped-call]
-            with builder.if_else(add_) as (kept, cleared):
-                with kept:
-                    for place, total in zip(places, sums, strict=True):
-                        builder.store(builder.load(place, align=WORD_BYTES), total)
-                with cleared:
-                    for total in sums:
-                        builder.store(sums_type(None), total)
+            for total in sums:
+                builder.store(sums_type(None), total)
             strip_words = builder.mul(words_, i64(LANES))
             zeros = ir.Constant(_I32X16, [0] * LANES)
             with cgutils.for_range(builder, words_) as loop:  # type: ignore[no-untyped-call]
@@ -132,12 +121,13 @@ def _vector_block(rows: int, multiply_add: Callable[..., Any], sums_type: Any) -
                     for strip in range(STRIPS):
                         total = sums[row * STRIPS + strip]
                         builder.store(multiply_add(builder, builder.load(total), lanes, read[strip]), total)
-            for place, total in zip(places, sums, strict=True):
-                builder.store(builder.load(total), place, align=WORD_BYTES)
+            for (row, strip), total in zip(cells, sums, strict=True):
+                place = builder.add(ci_, i64(row * BLOCK_COLUMNS + strip * LANES))
+                builder.store(builder.load(total), _address(context, builder, c, c_, place, sums_type), WORD_BYTES)
             return context.get_dummy_value()
 
         numbers = (types.intp,) * 2
-        return types.void(a, *numbers, weights, *numbers, c, *numbers, types.boolean), generate
+        return types.void(a, *numbers, weights, *numbers, c, types.intp), generate
 
     return block
 
@@ -146,23 +136,23 @@ def _vector_product(multiply_add: Callable[..., Any], sums_type: Any) -> Any:
     eight, four, two, one = (_vector_block(rows, multiply_add, sums_type) for rows in (8, 4, 2, 1))
 
     @njit(nogil=True, error_model="numpy", boundscheck=False)
-    def product(a, ai, stride, rows, weights, wi, words, c, ci, columns, add):  # type: ignore[no-untyped-def]
+    def product(a, ai, stride, rows, weights, wi, words, c):  # type: ignore[no-untyped-def]
         """Computes a block; see :func:`product_of`."""
         row = 0
         while row < rows:
             left = rows - row
-            at, ct = ai + row * stride, ci + row * columns
+            at, ct = ai + row * stride, row * BLOCK_COLUMNS
             if left >= 8:
-                eight(a, at, stride, weights, wi, words, c, ct, columns, add)
+                eight(a, at, stride, weights, wi, words, c, ct)
                 row += 8
             elif left >= 4:
-                four(a, at, stride, weights, wi, words, c, ct, columns, add)
+                four(a, at, stride, weights, wi, words, c, ct)
                 row += 4
             elif left >= 2:
-                two(a, at, stride, weights, wi, words, c, ct, columns, add)
+                two(a, at, stride, weights, wi, words, c, ct)
                 row += 2
             else:
-                one(a, at, stride, weights, wi, words, c, ct, columns, add)
+                one(a, at, stride, weights, wi, words, c, ct)
                 row += 1
 
     return product
@@ -173,28 +163,22 @@ def _vector_product(multiply_add: Callable[..., Any], sums_type: Any) -> Any:
 
 def _tile_product(multiply: Any) -> Any:
     multiply_whole, multiply_half = multiply
-    load_whole, load_half = tiles.load_block
     store_whole, store_half = tiles.store_block
     clear, step = tiles.clear_block, tiles.TILE_ROWS
 
     @njit(nogil=True, error_model="numpy", boundscheck=False)
-    def product(a, ai, stride, rows, weights, wi, words, c, ci, columns, add):  # type: ignore[no-untyped-def]
+    def product(a, ai, stride, rows, weights, wi, words, c):  # type: ignore[no-untyped-def]
         """Computes a block, of 16 or 32 rows whatever ``rows`` is; see :func:`product_of`."""
         strip = words * LANES
-        if not add:
-            clear()
+        clear()
         if rows > step:
-            if add:
-                load_whole(c, ci, columns)
             for word in range(0, words, step):
                 multiply_whole(a, ai + word, stride, weights, wi + word * LANES, strip)
-            store_whole(c, ci, columns)
+            store_whole(c)
         else:
-            if add:
-                load_half(c, ci, columns)
             for word in range(0, words, step):
                 multiply_half(a, ai + word, stride, weights, wi + word * LANES, strip)
-            store_half(c, ci, columns)
+            store_half(c)
 
     return product
 
@@ -220,12 +204,12 @@ def uses_tiles(precision: str) -> bool:
 
 @cache
 def product_of(precision: str, *, in_tiles: bool) -> Any:
-    """The kernel ``product(a, ai, stride, rows, weights, wi, words, c, ci, columns, add)``.
+    """The kernel ``product(a, ai, stride, rows, weights, wi, words, c)``.
 
-    It sets (or with ``add`` adds to) ``rows`` rows by 32 columns of ``c`` from ``c[ci]`` on, ``columns`` numbers from
-    row to row. ``a`` holds words: row r begins at ``a[ai + r * stride]``. The two strips of weights begin at
-    ``weights[wi]``, each ``words`` times 16 words long. ``c`` is float32, for int8 int32; activations are unsigned then.
-    In tiles, rows are computed by sixteens, so that memory for them has to be there, and ``words`` is a multiple of 16.
+    It sets the first ``rows`` rows of ``c`` [32, 32]. ``a`` holds words: row r begins at ``a[ai + r * stride]``. The two
+    strips of weights begin at ``weights[wi]``, each ``words`` times 16 words long. ``c`` is float32, for int8 int32;
+    activations are unsigned then. In tiles, rows are computed by sixteens, so that memory for them has to be there, and
+    ``words`` is a multiple of 16.
     """
     if in_tiles:
         return _tile_product({"bfloat16": tiles.multiply_bfloat16, "int8": tiles.multiply_int8}[precision])

@@ -19,7 +19,6 @@ from chairlift.model.kernels.simd import (
     exp2,
     fma,
     load,
-    maximum,
     minimum,
     splat,
     store,

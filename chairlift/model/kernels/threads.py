@@ -68,6 +68,18 @@ def _yield_core(typing_context: Any) -> tuple[Any, Callable[..., Any]]:
     return types.void(), generate
 
 
+@intrinsic
+def ticks(typing_context: Any) -> tuple[Any, Callable[..., Any]]:
+    """The processor's clock: it runs evenly, at a rate of its own."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(_I64, [])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.readcyclecounter")  # type: ignore[no-untyped-call]
+        return builder.call(function, [])
+
+    return types.int64(), generate
+
+
 @njit(nogil=True, error_model="numpy", boundscheck=False)
 def claim(counters: Any, stage: int) -> int:
     """The next piece of a stage that nobody has taken: 0, 1, 2 and so on, without end. Stage 0 is the barriers' own."""

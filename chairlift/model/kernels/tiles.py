@@ -25,6 +25,7 @@ from numba.extending import intrinsic
 TILE_ROWS = 16
 TILE_BYTES = 64
 CONFIG_BYTES = 64
+BLOCK_COLUMNS = 32
 
 SOURCE_DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
@@ -101,25 +102,23 @@ def clear_block(typing_context: Any) -> tuple[Any, Callable[..., Any]]:
     return types.void(), generate
 
 
-def _block_operation(name: str, rows: int) -> Any:
+def _store(rows: int) -> Any:
     @intrinsic
-    def operation(typing_context: Any, array: Any, index: Any, stride: Any) -> tuple[Any, Callable[..., Any]]:
+    def operation(typing_context: Any, array: Any) -> tuple[Any, Callable[..., Any]]:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             for tile in range(2 * rows):
-                column = builder.add(arguments[1], _I64(TILE_ROWS * (tile % 2)))
-                _emit(builder, name, _I8(tile), *_operands(context, builder, array, arguments[0], column,
-                                                           arguments[2], tile // 2))  # fmt: skip
+                place = _I64(TILE_ROWS * (tile // 2) * BLOCK_COLUMNS + TILE_ROWS * (tile % 2))
+                pointer = _address(context, builder, array, arguments[0], place)
+                _emit(builder, "tilestored64", _I8(tile), pointer, _I64(4 * BLOCK_COLUMNS))
             return context.get_dummy_value()
 
-        return types.void(array, types.intp, types.intp), generate
+        return types.void(array), generate
 
     return operation
 
 
-load_block = _block_operation("tileloadd64", 2), _block_operation("tileloadd64", 1)
-"""Reads the block from ``array[index]``, ``stride`` numbers from row to row: all of it, or its upper half."""
-store_block = _block_operation("tilestored64", 2), _block_operation("tilestored64", 1)
-"""Writes it there."""
+store_block = _store(2), _store(1)
+"""Writes the block, or its upper half, to an array [32, 32] of four-byte numbers."""
 
 
 def _multiply(product: str, rows: int) -> Any:

@@ -1,0 +1,42 @@
+"""What the executor asks of a model, however it computes."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from chairlift.model.attention.base import AttentionBackend, LayerKVs
+from chairlift.model.config import ModelConfig
+
+
+class Decoder(Protocol):
+    """A decoder-only language model with its weights loaded.
+
+    Attributes:
+        config: its sizes.
+        embedding: [vocab_size, hidden_size]; tells device and dtype.
+        weight_bytes: bytes of all weights.
+    """
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def embedding(self) -> Tensor: ...
+    @property
+    def weight_bytes(self) -> int: ...
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_caches: LayerKVs,
+        attention: AttentionBackend[Any],
+        metadata: Any,
+    ) -> Tensor:
+        """Computes one step; see :meth:`chairlift.model.llama.CausalLM.forward`."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the next token: [S, hidden_size] to [S, vocab_size] float32."""
+        ...

@@ -5,7 +5,7 @@ https://spec.openapis.org/oas/v3.1.0
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -39,21 +39,26 @@ READING = (401, 404)
 Schema = dict[str, Any]
 
 
-def add_openapi_route(app: FastAPI) -> None:
+def add_openapi_route(app: FastAPI, served_model_names: Sequence[str]) -> None:
     """Adds ``/openapi.json``."""
+    names = tuple(served_model_names)
 
     @app.get("/openapi.json", response_model=None)
     async def openapi() -> Response:
-        return JSONResponse(document())
+        return JSONResponse(document(names))
 
 
 @cache
-def document() -> Schema:
-    """The description of the API."""
+def document(served_model_names: tuple[str, ...] = ()) -> Schema:
+    """The description of the API; of one server where it is told the names that models are served under."""
     _, models = models_json_schema(
         [(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}"
     )
     bodies = {name: _open(schema) for name, schema in models["$defs"].items()}
+    if served_model_names:
+        for body in bodies.values():
+            if "model" in body.get("properties", {}):
+                body["properties"]["model"]["enum"] = list(served_model_names)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -62,7 +67,7 @@ def document() -> Schema:
             "description": "The OpenAI API, with vLLM's further fields. Fields that are not described here are ignored "
             f"and named in the header {WARNING_HEADER}; those of OpenAI's that ask for what there is not are refused.",
         },
-        "paths": _paths(),
+        "paths": _paths(served_model_names),
         "components": {
             "schemas": {**bodies, **_answers()},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": "--api-key of the server"}},
@@ -76,7 +81,7 @@ def _open(schema: Schema) -> Schema:
     return {key: value for key, value in schema.items() if key != "additionalProperties" or value is not False}
 
 
-def _paths() -> Schema:
+def _paths(served_model_names: tuple[str, ...]) -> Schema:
     return {
         "/v1/completions": _post("Complete a prompt", _ref(CompletionBody), "Completion", stream=True),
         "/v1/chat/completions": _post("Answer a conversation", _ref(ChatBody), "ChatCompletion", stream=True),
@@ -95,7 +100,7 @@ def _paths() -> Schema:
         ),
         "/detokenize": _post("Turn tokens into text", _ref(DetokenizeBody), "Text"),
         "/v1/models": _get("List what is served", "Models"),
-        "/v1/models/{name}": _get("Describe what is served under a name", "Model", parameter="name"),
+        "/v1/models/{name}": _get("Describe what is served under a name", "Model", names=served_model_names),
         "/": _get("Name and version", None),
         "/version": _get("Version", "Version"),
         "/health": _probe("Whether the server is alive"),
@@ -127,16 +132,17 @@ def _post(summary: str, body: Schema, answer: str, *, stream: bool = False) -> S
     }
 
 
-def _get(summary: str, answer: str | None, *, parameter: str | None = None) -> Schema:
+def _get(summary: str, answer: str | None, *, names: tuple[str, ...] | None = None) -> Schema:
     schema: Schema = {"type": "object"} if answer is None else {"$ref": f"#/components/schemas/{answer}"}
     content = {"application/json": {"schema": schema}}
     responses = {"200": {"description": "The answer.", "content": content}, **_errors(READING)}
-    parameters = [{"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}}]
+    name = {"type": "string", "enum": list(names)} if names else {"type": "string"}
+    parameters = [{"name": "name", "in": "path", "required": True, "schema": name}]
     return {
         "get": {
             "summary": summary,
             "operationId": _operation_id(summary),
-            **({"parameters": parameters} if parameter else {}),
+            **({} if names is None else {"parameters": parameters}),
             "responses": responses,
         }
     }

@@ -14,6 +14,7 @@ from chairlift.scheduling.plan import Preemption, SequenceDelta, StepPlan, StepR
 from chairlift.scheduling.request import Request
 from chairlift.scheduling.sampling_params import SamplingParams, StructuredSpec
 from chairlift.scheduling.scheduler import Scheduler
+from chairlift.scheduling.work import step_work
 
 logger = logging.getLogger(__name__)
 
@@ -291,6 +292,7 @@ class EngineCore:
             self._guide.forget(request_id)
 
     def _record(self, plan: StepPlan, started: float, elapsed: float, committed: Sequence[SequenceDelta]) -> StepRecord:
+        work = step_work(plan)
         return StepRecord(
             step=plan.step,
             time=started,
@@ -306,6 +308,10 @@ class EngineCore:
             preempted=len(plan.preempted),
             blocks_swapped_out=len(plan.swap_out),
             blocks_swapped_in=len(plan.swap_in),
+            sequences=work.sequences,
+            sampled=work.sampled,
+            context=work.context,
+            pairs=work.pairs,
             cached_tokens=plan.num_cached_tokens,
             looked_up_tokens=plan.num_looked_up_tokens,
         )

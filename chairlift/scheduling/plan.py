@@ -294,6 +294,8 @@ class StepRecord:
         blocks_used, blocks_total: device KV blocks owned by requests after the step, and all there are.
         admitted, finished, preempted: requests that did so in this step.
         blocks_swapped_out, blocks_swapped_in: KV blocks copied to the host, and back.
+        sequences, sampled, context, pairs: as in :class:`chairlift.scheduling.work.StepWork`; with the rows, what the
+            step's time depends on.
         cached_tokens, looked_up_tokens: tokens of those admitted that the prefix cache had, of those looked up there.
     """
 
@@ -311,5 +313,9 @@ class StepRecord:
     preempted: int = 0
     blocks_swapped_out: int = 0
     blocks_swapped_in: int = 0
+    sequences: int = 0
+    sampled: int = 0
+    context: int = 0
+    pairs: int = 0
     cached_tokens: int = 0
     looked_up_tokens: int = 0

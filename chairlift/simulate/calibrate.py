@@ -6,6 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ from chairlift.engine.executor import Capacity, Executor
 from chairlift.measure.drive import run_workload
 from chairlift.measure.workload import Workload, make_requests
 from chairlift.scheduling.plan import StepPlan, StepResult
-from chairlift.simulate.cost import StepWork
-from chairlift.simulate.executor import step_work
+from chairlift.scheduling.work import StepWork, step_work
 from chairlift.simulate.measured import CalibrationError, MeasuredCost, fit_cost
 
 # Clients of a closed loop, mean prompt and output tokens, requests for each client. Together they cover decoding from
@@ -142,25 +142,29 @@ def _run_round(
 def fit_step_log(path: Path, block_size: int) -> MeasuredCost:
     """Fits a cost model to the step log of a server (``chairlift serve --step-log``).
 
-    A step log has no context lengths. The blocks in use stand for them, so the fit holds for a server whose prefixes
-    are not shared, and the attention within a prompt is counted to its rows.
+    As in a calibration, a step's time is taken to the beginning of the next where the engine went straight on to it,
+    so the engine's own work is in it; else the time inside the executor stands for it.
 
     Raises:
         CalibrationError: the file cannot be read, a line of it is wrong (which one), or it has too few steps.
     """
-    steps = []
+    logged = []
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 try:
-                    steps.append(_logged_step(json.loads(line), block_size))
+                    logged.append(_logged_step(json.loads(line)))
                 except (ValueError, TypeError, KeyError) as error:
                     cause = f"{error} is missing" if isinstance(error, KeyError) else str(error)
                     raise CalibrationError(f"{path}, line {number} is no step record: {cause}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise CalibrationError(f"cannot read the step log {path}: {error}") from error
     return _fit_without_stalls(
-        [step for step in steps if step[0].rows],
+        [
+            (step.work, max(step.elapsed, after.began - step.began) if step.went_on_to(after) else step.elapsed)
+            for step, after in itertools.zip_longest(logged, logged[1:])
+            if step.work.rows
+        ],
         model="",
         dtype="",
         device="",
@@ -169,15 +173,27 @@ def fit_step_log(path: Path, block_size: int) -> MeasuredCost:
     )
 
 
-def _logged_step(record: dict[str, Any], block_size: int) -> tuple[StepWork, float]:
-    rows = {kind: int(record["rows"][kind]) for kind in ("prefill", "decode", "recomputed", "padding", "ended")}
-    sequences = int(record["running"]) + int(record["finished"])
-    decoding = rows["decode"] + rows["ended"]
+@dataclass(frozen=True, slots=True)
+class _LoggedStep:
+    number: int
+    began: float
+    elapsed: float
+    running: int  # after it: then the engine has no reason to wait
+    work: StepWork
+
+    def went_on_to(self, after: _LoggedStep | None) -> bool:
+        return after is not None and after.number == self.number + 1 and self.running > 0
+
+
+def _logged_step(record: dict[str, Any]) -> _LoggedStep:
+    rows = sum(int(record["rows"][kind]) for kind in ("prefill", "decode", "recomputed", "padding", "ended"))
     elapsed = float(record["elapsed"])
     if not elapsed > 0:
         raise ValueError(f"elapsed is {elapsed:g}")
-    context = int(record["blocks_used"]) * block_size if decoding else 0
-    return StepWork(sum(rows.values()), max(sequences, decoding), max(sequences, decoding), context), elapsed
+    sequences, sampled, context, pairs = (int(record[name]) for name in ("sequences", "sampled", "context", "pairs"))
+    swapped = int(record["blocks_swapped_out"]) + int(record["blocks_swapped_in"])
+    work = StepWork(rows, sequences, sampled, context, pairs, swapped)
+    return _LoggedStep(int(record["step"]), float(record["time"]), elapsed, int(record["running"]), work)
 
 
 def _fit_without_stalls(steps: Sequence[tuple[StepWork, float]], **about: Any) -> MeasuredCost:

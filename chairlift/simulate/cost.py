@@ -18,6 +18,7 @@ from functools import cache, lru_cache
 from importlib import resources
 from typing import Any, Protocol
 
+from chairlift.scheduling.work import StepWork
 from chairlift.simulate.catalogue import CatalogueError, Hardware
 from chairlift.simulate.sizes import Deployment
 
@@ -26,28 +27,6 @@ ACTIVATION_ITEMSIZE = 2
 # stream and of the MLP.
 POINTWISE_HIDDEN, POINTWISE_MLP = 14, 4
 LINKED_AT_ONCE = 4  # devices at which a ring uses all links of each
-
-
-@dataclass(slots=True)
-class StepWork:
-    """What a step computes, in the terms that its time depends on.
-
-    Attributes:
-        rows: token rows.
-        sequences: sequences among them.
-        sampled: rows whose next token is sampled.
-        context: tokens whose keys and values are read from the cache, summed over the sequences: all before it for a
-            sequence that decodes, and what was computed in earlier steps for one that prefills.
-        pairs: (query, key) pairs of sequences with more than one row.
-        swapped_blocks: KV blocks moved to or from the host.
-    """
-
-    rows: int = 0
-    sequences: int = 0
-    sampled: int = 0
-    context: int = 0
-    pairs: int = 0
-    swapped_blocks: int = 0
 
 
 class StepCost(Protocol):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from chairlift.engine.executor import Capacity
 from chairlift.scheduling.plan import StepPlan, StepResult
-from chairlift.simulate.cost import StepCost, StepWork
+from chairlift.scheduling.work import step_work
+from chairlift.simulate.cost import StepCost
 
 TOKEN_ID = 0  # which token is sampled makes no difference: lengths are forced
 
@@ -32,20 +33,3 @@ class SimulatedExecutor:
 
     def close(self) -> None:
         """Does nothing: there is nothing to free."""
-
-
-def step_work(plan: StepPlan) -> StepWork:
-    """What a plan computes. Its loop runs once for each sequence of each step of a simulation."""
-    rows = sampled = context = pairs = 0
-    for chunk in plan.chunks:
-        count = len(chunk.token_ids)
-        start = chunk.start
-        rows += count
-        if chunk.sampling is not None:
-            sampled += 1
-        if count == 1:
-            context += start + 1
-        else:
-            context += start
-            pairs += count * start + count * (count + 1) // 2
-    return StepWork(rows, len(plan.chunks), sampled, context, pairs, len(plan.swap_in) + len(plan.swap_out))

@@ -17,7 +17,7 @@ import numpy as np
 
 from chairlift.config import ConfigError
 from chairlift.model.source import cache_directory
-from chairlift.simulate.cost import StepWork
+from chairlift.scheduling.work import StepWork
 
 FORMAT = "chairlift.cost/1"
 REWEIGHTINGS = 4

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any
 
-from chairlift.simulate.cost import StepCost, StepWork
+from chairlift.scheduling.work import StepWork
+from chairlift.simulate.cost import StepCost
 from chairlift.simulate.lengths import Lengths
 from chairlift.simulate.setup import check_fits
 from chairlift.simulate.sizes import Deployment

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from chairlift.config import EngineConfig
 from chairlift.engine.executor import Capacity
-from chairlift.simulate.cost import StepCost, StepWork
+from chairlift.scheduling.work import StepWork
+from chairlift.simulate.cost import StepCost
 from chairlift.simulate.sizes import Deployment, SizingError
 
 RECOMPUTED_TOKENS = 512  # over which the cost of recomputing one is averaged

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from chairlift.scheduling.work import StepWork
 from chairlift.simulate.catalogue import HARDWARE, Hardware
 from chairlift.simulate.cost import (
     EngineCoefficients,
     LayerShape,
     ProductCoefficients,
     RooflineCost,
-    StepWork,
     engine_coefficients,
     product_coefficients,
 )

@@ -11,9 +11,9 @@ from support.tiny_model import save_tiny_model
 from chairlift.cli.simulate import simulate as simulate_command
 from chairlift.config import EngineConfig
 from chairlift.execution.local import LocalExecutor
+from chairlift.scheduling.work import StepWork
 from chairlift.simulate.calibrate import calibrate
 from chairlift.simulate.case_study import REFERENCES, SETTINGS, run_setting
-from chairlift.simulate.cost import StepWork
 from chairlift.simulate.measured import load_cost
 from chairlift.simulate.published import PUBLISHED, Published
 

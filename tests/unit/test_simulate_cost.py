@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from chairlift.config import ConfigError
-from chairlift.scheduling.plan import RowCounts, SequenceChunk, StepPlan
+from chairlift.engine.clock import VirtualClock
+from chairlift.engine.core import AddRequest, EngineCore
+from chairlift.engine.executor import Capacity
+from chairlift.engine.records import StepLog
+from chairlift.scheduling.config import SchedulerConfig
+from chairlift.scheduling.continuous import ContinuousScheduler
+from chairlift.scheduling.kv.manager import KVManager
+from chairlift.scheduling.plan import RowCounts, SequenceChunk, StepPlan, StepRecord
 from chairlift.scheduling.sampling_params import SamplingParams
+from chairlift.scheduling.work import StepWork, step_work
 from chairlift.simulate import validation
-from chairlift.simulate.calibrate import fit_step_log
+from chairlift.simulate.calibrate import StepTimer, _logged_step, fit_step_log
 from chairlift.simulate.catalogue import HARDWARE, MODELS
-from chairlift.simulate.cost import StepWork, engine_coefficients, engine_names, roofline
-from chairlift.simulate.executor import step_work
+from chairlift.simulate.cost import engine_coefficients, engine_names, roofline
+from chairlift.simulate.executor import SimulatedExecutor
 from chairlift.simulate.measured import TERMS, fit_cost, load_cost, non_negative_least_squares
 from chairlift.simulate.sizes import PRECISIONS, Deployment
 
@@ -215,23 +224,57 @@ def test_what_is_no_cost_model_is_refused(tmp_path, content: str):
         load_cost(path)
 
 
-def log_line(decode: int, context_blocks: int, prefill: int = 0, stalled: float = 1.0) -> dict:
-    rows = {"prefill": prefill, "decode": decode, "recomputed": 0, "padding": 0, "ended": 0}
-    elapsed = stalled * (1e-3 + 1e-4 * (decode + prefill) + 1e-8 * context_blocks * 16)
-    return {"rows": rows, "running": decode, "finished": 0, "blocks_used": context_blocks, "elapsed": elapsed}
+def record(step: int = 0, time: float = 0.0, *, work: StepWork, elapsed: float = 1.0, running: int = 1) -> dict:
+    made = StepRecord(
+        step,
+        time,
+        elapsed,
+        RowCounts(decode=work.sequences, prefill=work.rows - work.sequences),
+        running=running,
+        sequences=work.sequences,
+        sampled=work.sampled,
+        context=work.context,
+        pairs=work.pairs,
+    )
+    return asdict(made)
+
+
+def write_log(path: Path, records: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(each) + "\n" for each in records))
+    return path
 
 
 def test_a_step_log_is_fitted_and_its_stalls_are_left_out(tmp_path):
-    rng = np.random.default_rng(2)
-    lines = [
-        log_line(int(d), int(rng.integers(1, 500)), int(rng.choice([0, 100])), 20.0 if i % 40 == 7 else 1.0)
-        for i, d in enumerate(rng.integers(1, 65, 300))
-    ]
-    path = tmp_path / "steps.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    cost = fit_step_log(path, 16)
+    """Executor, 1 ms of the engine's own work, and a pause after every fiftieth, when nobody is left."""
+    records, now = [], 100.0
+    for step, (work, seconds) in enumerate(synthetic_steps(300)):
+        elapsed = 20 * seconds if step % 40 == 7 else seconds
+        records.append(record(step, now, work=work, elapsed=elapsed, running=int(step % 50 != 49)))
+        now += elapsed + (0.001 if step % 50 != 49 else 60.0)
+    cost = fit_step_log(write_log(tmp_path / "steps.jsonl", records), 16)
     assert cost.steps == 300 - 8
-    assert cost.seconds(StepWork(30, 30, 30, 1600)) == pytest.approx(1e-3 + 3e-3 + 1.6e-5, rel=0.02)
+    for work in (StepWork(30, 30, 30, 16_000), StepWork(330, 30, 30, 16_000, 100_000)):
+        law = 2e-3 + 1e-4 * work.rows + 3e-8 * work.context + 1e-8 * work.pairs
+        assert cost.seconds(work) == pytest.approx(law + 0.001, rel=0.02)
+    assert cost.coefficients["pairs"] == pytest.approx(1e-8, rel=0.1)
+
+
+def test_what_a_server_logs_is_what_a_calibration_would_have_noted(tmp_path):
+    capacity = Capacity(num_blocks=40, block_size=4, max_model_len=64, vocab_size=10, eos_token_ids=())
+    timer = StepTimer(SimulatedExecutor(capacity, fit_cost(synthetic_steps(200), **ABOUT)))
+    params = SamplingParams(max_tokens=9, seed=0, ignore_eos=True)
+    inbox = [[AddRequest(str(i), [i] * (3 + 9 * i), params, 0.0) for i in range(3)]]
+    scheduler = ContinuousScheduler(
+        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16), KVManager(40, 4), max_model_len=64
+    )
+    with StepLog(tmp_path / "steps.jsonl") as log:
+        core = EngineCore(scheduler, timer, VirtualClock(), lambda: inbox.pop() if inbox else [], step_log=log)
+        while inbox or core.has_work:
+            core.step()
+    noted = [work for work, _ in timer.steps]
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [_logged_step(line).work for line in lines] == noted
+    assert any(work.pairs and work.context for work in noted)
 
 
 @pytest.mark.parametrize(
@@ -239,13 +282,13 @@ def test_a_step_log_is_fitted_and_its_stalls_are_left_out(tmp_path):
     [
         ("nonsense", "line 2 is no step record"),
         ('{"rows": {}}', "'prefill' is missing"),
-        (json.dumps(log_line(1, 1) | {"elapsed": 0}), "elapsed is 0"),
-        (json.dumps(log_line(1, 1) | {"elapsed": "x"}), "could not convert"),
+        (json.dumps(record(work=StepWork(1, 1)) | {"elapsed": 0}), "elapsed is 0"),
+        (json.dumps(record(work=StepWork(1, 1)) | {"elapsed": "x"}), "could not convert"),
         ("[]", "line 2 is no step record"),
     ],
 )
 def test_a_damaged_step_log_is_refused_with_its_line(tmp_path, line: str, message: str):
-    path = tmp_path / "steps.jsonl"
-    path.write_text(json.dumps(log_line(1, 1)) + "\n" + line + "\n")
+    path = write_log(tmp_path / "steps.jsonl", [record(work=StepWork(1, 1))])
+    path.write_text(path.read_text() + line + "\n")
     with pytest.raises(ConfigError, match=message):
         fit_step_log(path, 16)

@@ -13,7 +13,7 @@ from chairlift.engine.executor import Capacity
 from chairlift.measure.drive import run_workload
 from chairlift.measure.metrics import request_metrics, step_metrics
 from chairlift.measure.workload import Workload, WorkloadError, WorkloadRequest
-from chairlift.simulate.cost import StepWork
+from chairlift.scheduling.work import StepWork
 from chairlift.simulate.executor import SimulatedExecutor
 from chairlift.simulate.fleet import Fleet, Outcome, make_route, step_totals, with_rate
 from chairlift.simulate.lengths import draw_lengths

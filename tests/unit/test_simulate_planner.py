@@ -12,8 +12,9 @@ from chairlift.cli.plan import plan as plan_command
 from chairlift.cli.simulate import simulate as simulate_command
 from chairlift.config import ConfigError
 from chairlift.measure.metrics import meets
+from chairlift.scheduling.work import StepWork
 from chairlift.simulate.catalogue import HARDWARE, MODELS
-from chairlift.simulate.cost import StepWork, roofline
+from chairlift.simulate.cost import roofline
 from chairlift.simulate.lengths import draw_lengths
 from chairlift.simulate.measured import fit_cost
 from chairlift.simulate.planner import expected_fill, make_plan, rows_per_step

@@ -21,7 +21,7 @@ from chairlift.api.server import bind, serve
 from chairlift.config import ServerConfig
 from chairlift.engine.client import EngineDeadError, EngineStats
 from chairlift.engine.executor import Capacity
-from chairlift.scheduling.plan import RequestTiming, RowCounts, SequenceDelta, StepRecord
+from chairlift.scheduling.plan import RequestTiming, RowCounts, SequenceDelta, StepRecord, TokenLogprob
 from chairlift.scheduling.sampling_params import SamplingParams
 from chairlift.text.chat_template import ChatTemplate
 from chairlift.text.tokenizer import Tokenizer
@@ -63,6 +63,14 @@ class FakeEngine:
         try:
             if self.refusal is not None:
                 yield SequenceDelta("0", finish_reason="error", error=self.refusal)
+            if params.prompt_logprobs is not None:
+                told = [_logprob(token, i, params.prompt_logprobs) for i, token in enumerate(prompt_token_ids)][1:]
+                for part in (told[:1], told[1:]):
+                    yield SequenceDelta("0", prompt_logprobs=part)
+            if params.max_tokens == 0:
+                end = "length"
+                yield SequenceDelta("0", finish_reason="length", timing=RequestTiming(arrival=1.0, admitted=1.5))
+                return
             for step in itertools.count():
                 await asyncio.sleep(self.pause())
                 if step == self.die_after:
@@ -80,10 +88,13 @@ class FakeEngine:
         for on_step in self.subscribers:
             on_step(StepRecord(step, 0.0, 0.01, RowCounts(decode=1)))
         timing = RequestTiming(arrival=1.0, admitted=1.5)
+        token = END if step == len(self.reply) else self.reply[step]
+        logprobs = () if params.logprobs is None else (_logprob(token, step, params.logprobs),)
         if step == len(self.reply):
-            return SequenceDelta("0", (END,), "stop", timing=timing)
+            return SequenceDelta("0", (END,), "stop", timing=timing, logprobs=logprobs)
         limit = min(params.max_tokens or self.capacity.max_model_len, self.capacity.max_model_len - prompt_tokens)
-        return SequenceDelta("0", (self.reply[step],), "length" if step + 1 == limit else None, timing=timing)
+        reason = "length" if step + 1 == limit else None
+        return SequenceDelta("0", (token,), reason, timing=timing, logprobs=logprobs)
 
     def stats(self) -> EngineStats:
         return self.health
@@ -93,6 +104,11 @@ class FakeEngine:
 
     async def close(self) -> None:
         pass
+
+
+def _logprob(token: int, place: int, num_top: int) -> TokenLogprob:
+    """The more to the right, the less likely; the token itself comes first, and those after it follow."""
+    return TokenLogprob(token, -float(place), 1, tuple(((token + i) % 256, -float(place + i)) for i in range(num_top)))
 
 
 def byte_tokenizer() -> Tokenizer:

@@ -82,8 +82,15 @@ class _Answer:
 
     @property
     def handler(self) -> str:
-        """The path of the route that answered, of which there are few, or "none"."""
-        return getattr(self._scope.get("route"), "path", "none")
+        """The path of the route that the request is for, of which there are few, or "none".
+
+        Of a request that was refused before it was routed, only a path without parameters is known.
+        """
+        route = self._scope.get("route")
+        if route is not None:
+            return str(route.path)
+        path = path_of(self._scope)
+        return path if any(getattr(route, "path", None) == path for route in self._scope["app"].routes) else "none"
 
     def fields(self) -> dict[str, Any]:
         """What there is to say, by name."""

@@ -46,3 +46,16 @@ def save_tiny_model(directory: Path, *, backend: tokenizers.Tokenizer | None = N
     (directory / "tokenizer_config.json").write_text(
         json.dumps({"bos_token": "<|begin|>", "eos_token": "<|end|>", "chat_template": template})
     )
+
+
+def teach_tools(directory: Path) -> None:
+    """Gives the model a chat template with tools, in the manner of Hermes."""
+    file = directory / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    config["chat_template"] = (
+        "{% if tools %}{{ tools | tojson }} answer with <tool_call>{% endif %}"
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+        "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}\n{% endfor %}"
+        "{% if add_generation_prompt %}>{% endif %}"
+    )
+    file.write_text(json.dumps(config))

@@ -106,6 +106,7 @@ class CanaryConfig:
         health_interval: seconds between two probes.
         down_after: seconds without a single success after which a candidate counts as down.
         max_body_bytes: of a request; larger ones are refused.
+        drain_timeout: seconds that open answers get to end when the router is told to stop.
         state_file: where the rollout survives a restart.
     """
 
@@ -129,6 +130,7 @@ class CanaryConfig:
     health_interval: float = 5.0
     down_after: float = 15.0
     max_body_bytes: int = 4 * 1024**2
+    drain_timeout: float = 30.0
     state_file: Path | None = None
 
     def __post_init__(self) -> None:
@@ -137,7 +139,7 @@ class CanaryConfig:
         for name in ("false_rollback", "false_pass"):
             if not 0 < getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} is a probability; it must lie between 0 and 1")
-        for name in ("hold", "window", "health_interval", "down_after"):
+        for name in ("hold", "window", "health_interval", "down_after", "drain_timeout"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be above 0")
         if self.min_samples < 1 or self.max_body_bytes < 1:

@@ -57,8 +57,8 @@ class Reading:
         needed: fewest requests with which it can pass, if not one of them exceeds the limit.
         enough: whether there are enough requests to judge at all.
         numbers: returns the estimate in the gate's unit (shares from 0 to 1; ``None`` without samples), and what the
-            value is at least and at most, each wrong with a probability of ``1 − DISPLAYED``. Called when it is asked for,
-            as most readings are never looked at.
+            value is at least and at most, each wrong with a probability of ``1 − DISPLAYED``. Called only when it is
+            asked for, as most readings are never looked at.
     """
 
     gate: Gate

@@ -11,6 +11,7 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from chairlift.api.lifecycle import Lifecycle, shutting_down
 from chairlift.api.server import serve
 from chairlift.canary.adapter import load_adapter
 from chairlift.canary.config import CanaryConfig
@@ -53,6 +54,7 @@ class Router:
         tick: float = TICK_SECONDS,
     ) -> None:
         self.config = config
+        self.lifecycle = Lifecycle()
         self._on_event = on_event
         self._tick = tick
         adapter = load_adapter(config.adapter) if config.adapter is not None else None
@@ -87,6 +89,8 @@ class Router:
         """Answers one request."""
         if is_own(scope["path"]):
             await self.control(scope, receive, send)
+        elif self.lifecycle.draining:
+            await shutting_down().response()(scope, receive, send)
         else:
             await self.proxy(scope, receive, send)
 
@@ -150,7 +154,15 @@ class Router:
         background = [
             asyncio.create_task(work) for work in (self._look_forever(), self.proxy.watchdog.run(), *self._probes())
         ]
-        serving = asyncio.create_task(serve(self, sock, on_ready=on_ready))
+        serving = asyncio.create_task(
+            serve(
+                self,
+                sock,
+                on_ready=on_ready,
+                lifecycle=self.lifecycle,
+                shutdown_timeout=self.config.drain_timeout,
+            )
+        )
         try:
             # Whichever ends first: background work ends only by a bug, which must not leave a router without gates.
             await asyncio.wait([serving, *background], return_when=asyncio.FIRST_COMPLETED)

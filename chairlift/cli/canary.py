@@ -106,6 +106,7 @@ def _duration(flag: str, default: str, text: str) -> Callable[[Any], Any]:
 @click.option("--health-path", default="/health", show_default=True, metavar="PATH", help="What probes ask for.")
 @_duration("--health-interval", "5s", "Between two probes.")
 @_duration("--down-after", "15s", "Time without any answer after which the candidate is rolled back.")
+@_duration("--drain-timeout", "30s", "For open answers to end, once the router is told to stop.")
 @click.option("--max-body", "max_body_bytes", type=int, default=4 * 1024**2, show_default=True, metavar="BYTES")
 @click.option("--state", "state_file", type=click.Path(path_type=Path, dir_okay=False), help="Survive a restart here.")
 @click.option("--control-key", envvar=KEY_VARIABLE, metavar="KEY", help="Of the control API.  [default: a random one]")

@@ -20,6 +20,11 @@ from chairlift.model.source import ModelSource
 from chairlift.text.errors import PromptError
 
 
+@pytest.fixture(autouse=True)
+def the_log_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chairlift.logs.configure", lambda _: None)
+
+
 def run(*arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     """The last line on stderr of a command that fails."""
     monkeypatch.setattr(sys, "argv", ["chairlift", *arguments])
@@ -62,7 +67,7 @@ def test_models_that_cannot_be_loaded(
 
 
 def test_an_engine_that_dies_while_loading(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def dies(config: EngineConfig) -> RemoteEngine:
+    def dies(config: EngineConfig, logs: object) -> RemoteEngine:
         raise EngineDeadError("out of luck")
 
     monkeypatch.setattr(RemoteEngine, "start", dies)
@@ -109,6 +114,8 @@ def test_a_step_log_that_cannot_be_written_is_told_before_the_model_is_loaded(tm
         (("--static-batch-timeout", "inf"), "--static-batch-timeout"),
         (("--step-timeout", "0"), "--step-timeout"),
         (("--num-threads", "99999999999999999999"), "--num-threads"),
+        (("--request-timeout", "0"), "--request-timeout"),
+        (("--shutdown-timeout", "-1"), "--shutdown-timeout"),
         (("--kv-cache-memory-bytes", "9999999TiB"), "--kv-cache-memory-bytes"),
     ],
 )

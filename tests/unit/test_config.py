@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from chairlift.config import ConfigError, EngineConfig
+from chairlift.config import ConfigError, EngineConfig, ServerConfig
 
 NAN, INF = float("nan"), float("inf")
 COUNTS = (
@@ -53,3 +53,44 @@ def test_a_step_too_small_for_its_sequences() -> None:
 def test_the_edges_are_accepted() -> None:
     EngineConfig(**dict.fromkeys(COUNTS, 1), swap_space=0, static_batch_timeout=0, gpu_memory_utilization=1)  # type: ignore[arg-type]
     EngineConfig(swap_space=100_000, kv_cache_memory_bytes=2**60, step_timeout=86_400)
+
+
+def test_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chairlift.config.available_cores", lambda: 4)
+    EngineConfig(num_threads=4)
+    with pytest.raises(ConfigError, match=r"--num-threads 5 is more than the 4 cores .* give 4 or less"):
+        EngineConfig(num_threads=5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"api_keys": ("a", "")}, "--api-key must not be empty"),
+        ({"ssl_keyfile": "k"}, "--ssl-keyfile needs --ssl-certfile too"),
+        ({"ssl_certfile": "c"}, "--ssl-certfile needs --ssl-keyfile too"),
+        ({"ssl_ca_certs": "a"}, "--ssl-ca-certs needs --ssl-certfile and --ssl-keyfile"),
+        ({"ssl_cert_reqs": 3}, "--ssl-cert-reqs must be 0, 1 or 2"),
+        ({"ssl_cert_reqs": 2}, "--ssl-cert-reqs needs --ssl-ca-certs"),
+        ({"root_path": "llm"}, "--root-path must begin"),
+        ({"root_path": "/llm/"}, "--root-path must begin"),
+        ({"allow_credentials": True}, "--allow-credentials needs --allowed-origins that are named"),
+        (
+            {"allow_credentials": True, "allowed_origins": ("*",)},
+            "--allow-credentials needs --allowed-origins that are named",
+        ),
+        ({"otlp_traces_endpoint": "localhost:4317"}, "--otlp-traces-endpoint must be the URL"),
+        ({"max_body_size": 0}, "--max-body-size must be a whole number from 1"),
+        ({"max_num_queued_reqs": -1}, "--max-num-queued-reqs must be from 0"),
+        ({"log_format": "xml"}, "--log-format must be one of text, json"),
+        ({"log_level": "loud"}, "--log-level must be one of"),
+        *(({"request_timeout": value}, "--request-timeout must be above 0") for value in (0, -1, NAN, INF)),
+        *(({"shutdown_timeout": value}, "--shutdown-timeout must be from 0") for value in (-1, NAN, INF)),
+    ],
+)
+def test_servers_that_cannot_be(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        ServerConfig(**settings)
+
+
+def test_keys_are_not_shown() -> None:
+    assert "secret" not in repr(ServerConfig(api_keys=("secret",)))

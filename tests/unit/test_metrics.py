@@ -1,6 +1,10 @@
 import asyncio
+import json
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from pathlib import Path
 
+from chairlift.engine.account import RequestAccount, current_account
 from chairlift.engine.client import EngineStats
 from chairlift.engine.executor import Capacity
 from chairlift.engine.metrics import EngineMetrics, MeteredEngine
@@ -192,3 +196,88 @@ def test_two_engines_do_not_share_metrics() -> None:
     (one, _), (two, _) = make(), make()
     one.begin(1).on_end("stop")
     assert value(two, "request_success_total", finished_reason="stop") == 0
+
+
+def test_stages_of_a_sequence_and_the_account_of_its_request() -> None:
+    metrics, clock = make()
+    account = RequestAccount()
+    token = current_account.set(account)
+    slow, quick = metrics.begin(7, max_tokens=50), metrics.begin(7, max_tokens=50)
+    current_account.reset(token)
+    clock.now += 2.0
+    slow.on_tokens(1)
+    clock.now += 1.0
+    quick.on_tokens(1)
+    clock.now += 3.0
+    slow.on_tokens(4)
+    slow.on_timing(RequestTiming(1.0, admitted=1.5, first_token=1.75, preemptions=2, cached_tokens=3))
+    quick.on_timing(RequestTiming(1.0, admitted=2.5, first_token=2.625))
+    slow.on_end("length")
+    quick.on_end("stop")
+    metrics.begin(1).on_end("stop")  # of another request
+    assert value(metrics, "request_prefill_time_seconds_sum") == 0.375
+    assert value(metrics, "request_decode_time_seconds_sum") == 4.0
+    assert value(metrics, "request_inference_time_seconds_sum") == 4.375
+    assert value(metrics, "prompt_tokens_cached_total") == 3
+    assert value(metrics, "request_params_max_tokens_sum") == 100
+    assert account == RequestAccount(
+        sequences=2, prompt_tokens=14, completion_tokens=6, cached_tokens=3, queue=1.5, prefill=0.25, decode=4.0,
+        time_to_first_token=2.0, preemptions=2, finish_reasons=["length", "stop"],
+    )  # fmt: skip
+
+
+def test_a_stage_that_was_not_reached_is_not_counted() -> None:
+    metrics, _ = make()
+    for timing in (RequestTiming(1.0), RequestTiming(1.0, admitted=2.0)):
+        sequence = metrics.begin(7)
+        sequence.on_timing(timing)
+        sequence.on_end("abort")
+    assert value(metrics, "request_queue_time_seconds_count") == 1
+    assert value(metrics, "request_prefill_time_seconds_count") == 0
+    assert value(metrics, "request_inference_time_seconds_count") == 0
+
+
+def test_an_engine_that_was_replaced() -> None:
+    metrics, _ = make()
+    metrics.render(EngineStats(), Capacity(num_blocks=100, block_size=16, max_model_len=64, vocab_size=10))
+    assert value(metrics, "engine_up") == 1
+    metrics.render(EngineStats(alive=False, retry_after=1.0))
+    assert value(metrics, "engine_up") == 0
+    text = ""
+    for _ in range(2):
+        capacity = Capacity(num_blocks=90, block_size=16, max_model_len=64, vocab_size=10, dtype="float32")
+        text = metrics.render(EngineStats(restarts=2), capacity).decode()
+    assert value(metrics, "engine_restarts_total") == 2
+    [info] = [line for line in text.splitlines() if line.startswith("chairlift:cache_config_info{")]
+    assert info == (
+        'chairlift:cache_config_info{block_size="16",cache_dtype="float32",model_name="m",num_cpu_blocks="0",'
+        'num_gpu_blocks="90"} 1.0'
+    )
+
+
+def test_answers_are_counted_under_few_labels() -> None:
+    metrics, _ = make()
+    metrics.on_response("POST", "/v1/completions", 429)
+    metrics.on_response("BREW", "none", 404)
+    assert value(metrics, "http_requests_total", method="POST", handler="/v1/completions", status="429") == 1
+    assert value(metrics, "http_requests_total", method="other", handler="none", status="404") == 1
+
+
+DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "chairlift.json"
+
+
+def test_the_dashboard_uses_metrics_that_exist() -> None:
+    metrics, _ = make()
+    metrics.on_response("GET", "/health", 200)
+    metrics.render(EngineStats(), OneTokenAtATime.capacity)
+    samples = {sample.name for family in metrics.registry.collect() for sample in family.samples}
+    dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    assert len(expressions) > 15
+    for expression in expressions:
+        names = set(re.findall(r"(?:chairlift|process)[:_]\w+", expression))
+        assert names, expression
+        assert names <= samples, f"{names - samples} in {expression}"
+    shown = {name for expression in expressions for name in re.findall(r"chairlift:(\w+)", expression)}
+    assert {"engine_up", "engine_restarts_total", "num_requests_waiting", "kv_cache_usage_perc"} <= shown
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])

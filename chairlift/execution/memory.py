@@ -24,11 +24,13 @@ class KVBudget:
         num_bytes: for keys and values of all layers; may be negative, where the rest takes more than there is.
         explanation: the arithmetic, for an error message.
         flag: the setting that raises it.
+        reserve: bytes that are set aside for the activations of a step of the largest size.
     """
 
     num_bytes: int
     explanation: str
     flag: str
+    reserve: int = 0
 
 
 def explicit_budget(num_bytes: int) -> KVBudget:
@@ -58,6 +60,7 @@ def shared_budget(*, total: int, share: float, in_use: int, reserve: int, device
             f"{_mib(reserve)} for activations, leaves {_mib(max(0, left))}"
         ),
         flag="--gpu-memory-utilization",
+        reserve=reserve,
     )
 
 
@@ -75,6 +78,8 @@ def num_kv_blocks(
         return min(blocks, blocks_per_sequence * max_num_seqs)
     tokens = blocks * block_size
     remedy = f"lower --max-model-len to {tokens} or less, or raise {budget.flag}" if tokens else f"raise {budget.flag}"
+    if budget.num_bytes + budget.reserve >= blocks_per_sequence * block_size * bytes_per_token:
+        remedy = f"lower --max-num-seqs or --max-num-batched-tokens, which activations are sized by, or {remedy}"
     raise ConfigError(
         f"the KV cache cannot hold one sequence of --max-model-len {max_model_len}: at {bytes_per_token} bytes a token "
         f"and in blocks of {block_size} it needs {_mib(blocks_per_sequence * block_size * bytes_per_token)}, but "

@@ -181,3 +181,14 @@ def test_inside_a_container_the_mount_is_its_group(groups: Groups, path: str) ->
 def test_a_group_over_its_limit_has_nothing_left(groups: Groups) -> None:
     groups.v2("a", 100 * MIB, 300 * MIB)
     assert groups.available("0::/a") == 0
+
+
+def test_too_large_a_step_is_told_by_its_own_flags():
+    """It is the activations that leave no room: a smaller step would."""
+    sizes = {"bytes_per_token": MIB, "block_size": 1, "max_model_len": 30, "max_num_seqs": 4}
+    large = shared_budget(total=100 * MIB, share=0.5, in_use=10 * MIB, reserve=35 * MIB, device="the CPU")
+    with pytest.raises(ConfigError, match="; lower --max-num-seqs or --max-num-batched-tokens, which activations"):
+        num_kv_blocks(large, **sizes)
+    small = shared_budget(total=100 * MIB, share=0.5, in_use=30 * MIB, reserve=5 * MIB, device="the CPU")
+    with pytest.raises(ConfigError, match="; lower --max-model-len to 15 or less"):
+        num_kv_blocks(small, **sizes)

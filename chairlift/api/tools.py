@@ -110,7 +110,7 @@ def call_spec(tools: Sequence[ToolBody], choice: ToolChoice, *, parallel: bool) 
     """The form of an answer that must be a call, or several: an array of them, or the arguments of the one named."""
     if choice.mode == "named":
         [function] = [tool.function for tool in tools if tool.function.name == choice.name]
-        return schema_spec(function.parameters or NO_PARAMETERS)
+        return schema_spec(_arguments(function))
     if choice.mode != "required":
         return None
     calls = [
@@ -127,10 +127,19 @@ def call_spec(tools: Sequence[ToolBody], choice: ToolChoice, *, parallel: bool) 
         schema["maxItems"] = 1
     # A schema within another one still means itself where it refers to its root.
     schema["$defs"] = {
-        str(index): _moved(tool.function.parameters or NO_PARAMETERS, f"#/$defs/{index}")
-        for index, tool in enumerate(tools)
+        str(index): _moved(_arguments(tool.function), f"#/$defs/{index}") for index, tool in enumerate(tools)
     }
     return schema_spec(schema)
+
+
+def _arguments(function: FunctionBody) -> dict[str, Any]:
+    """The schema of a forced call's arguments: those that the function names, and others only if it says so."""
+    schema = function.parameters or NO_PARAMETERS
+    return (
+        {**schema, "additionalProperties": schema.get("additionalProperties", False)}
+        if "properties" in schema
+        else schema
+    )
 
 
 def _moved(schema: Any, root: str) -> Any:

@@ -110,7 +110,13 @@ def test_what_cannot_be_asked_for_is_refused_by_name(fields: dict[str, Any], par
 def test_a_forced_call_has_the_form_of_its_parameters() -> None:
     body = CHAT | {"tools": [tool("f", SCHEMA), tool("g")]}
     named = parse(ChatBody, body | {"tool_choice": {"type": "function", "function": {"name": "f"}}})
-    assert named.structured == StructuredSpec("json_schema", TEXT)
+    assert named.structured is not None
+    assert json.loads(named.structured.value) == SCHEMA | {"additionalProperties": False}
+    open_ended = tool("f", SCHEMA | {"additionalProperties": {"type": "integer"}})
+    function = {"type": "function", "function": {"name": "f"}}
+    as_asked = parse(ChatBody, CHAT | {"tools": [open_ended], "tool_choice": function})
+    assert as_asked.structured is not None
+    assert json.loads(as_asked.structured.value)["additionalProperties"] == {"type": "integer"}
     required = parse(ChatBody, body | {"tool_choice": "required"})
     assert required.structured is not None
     schema = json.loads(required.structured.value)

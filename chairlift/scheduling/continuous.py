@@ -168,6 +168,7 @@ class ContinuousScheduler:
         """
         prefilling = []
         block_size = self.kv.block_size
+        counts = draft.counts
         for request in list(self._running):
             if request.status is not Status.RUNNING:
                 continue  # gave way to one before it
@@ -175,8 +176,8 @@ class ContinuousScheduler:
                 prefilling.append(request)
             elif request.num_computed_tokens % block_size or self._make_room(request, draft):
                 # Most tokens go to a block that the one before them has reached: nothing to ask for.
-                draft.counts[request] = 1
-                draft.budget -= 1
+                counts[request] = 1
+        draft.budget -= len(counts)
         for request in prefilling:  # with all the blocks that they need, since they were admitted
             if draft.budget:
                 draft.take(request, self._most_prefill(request))
@@ -296,20 +297,23 @@ class ContinuousScheduler:
     def _write_plan(self, draft: _Draft) -> StepPlan:
         rows = RowCounts()
         chunks = []
+        table = self.kv.table
         for request, count in draft.counts.items():
             start = request.num_computed_tokens
             end = start + count
             request.count_rows(rows, start, count)
-            samples = end == request.num_tokens < request.max_tokens
+            token_ids = request.token_ids
+            samples = end == len(token_ids) < request.max_tokens
             chunks.append(
                 SequenceChunk(
                     request.request_id,
-                    request.token_ids[start:end],
+                    token_ids[start:end],
                     start,
-                    self.kv.table(request.request_id),
+                    table(request.request_id),
                     request.params if samples else None,
-                    context=request.context if samples else None,
-                    prompt_targets=request.prompt_targets(start, end) if request.wants_prompt_logprobs else None,
+                    0,  # no padding
+                    request.context if samples else None,
+                    request.prompt_targets(start, end) if request.wants_prompt_logprobs else None,
                 )
             )
         return StepPlan(
@@ -334,16 +338,18 @@ class ContinuousScheduler:
         self._moved.clear()
         sampled = iter(result.sampled)
         deltas = []
+        find, register, take = self._requests.get, self.kv.register, self._take_token
         for chunk in plan.chunks:
             token = next(sampled) if chunk.sampling is not None else None
-            request = self._requests.get(chunk.request_id)
+            request = find(chunk.request_id)
             if request is None:
                 continue  # aborted while the step ran
-            request.mark_computed(chunk.start + len(chunk.token_ids))
-            self.kv.register(request, chunk.start)
+            start = chunk.start
+            request.mark_computed(start + len(chunk.token_ids))
+            register(request, start)
             told = request.take_prompt_logprobs(result) if chunk.prompt_targets is not None else ()
             if token is not None:
-                deltas.append(self._take_token(request, *token, told, now))
+                deltas.append(take(request, token[0], token[1], told, now))
             elif request.complete_without_tokens():
                 deltas.append(self._end(request, (), (), told, now))
             elif told:

@@ -18,7 +18,7 @@ from chairlift.api.errors import APIError
 from chairlift.api.forms import FormChecker
 from chairlift.api.generation import Frontend
 from chairlift.api.lifecycle import Admission, Lifecycle
-from chairlift.api.observe import REQUEST_ID, Observe
+from chairlift.api.observe import CLIENT_CLOSED_REQUEST, REQUEST_ID, Observe
 from chairlift.api.openapi import add_openapi_route
 from chairlift.api.operations import add_operation_routes
 from chairlift.api.paths import BehindPrefix
@@ -32,8 +32,6 @@ from chairlift.engine.metrics import EngineMetrics, MeteredEngine
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_calls import detect_parser
 
-CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for an answer that nobody waits for; it is never sent, but logs show it."""
 EXPOSED_HEADERS = (REQUEST_ID, WARNING_HEADER, "retry-after")
 """Headers of an answer that scripts of another origin may read, beside those that the standard lets them."""
 

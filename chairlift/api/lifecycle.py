@@ -18,6 +18,8 @@ from chairlift.api.paths import PROBES, path_of
 
 logger = logging.getLogger(__name__)
 
+BODY_SECONDS = 60.0
+"""Time for a body to come, whatever an answer may take: each that does not come holds a place."""
 ENDED_BY = "chairlift.ended_by"
 """Key of a scope under which the code of the error stands that ended the request."""
 
@@ -38,11 +40,14 @@ class OpenRequest:
             self._end.set_result(error)
 
     def time_out(self, seconds: float) -> None:
-        """Ends it because its time is over; whose fault that is depends on whether its body has come."""
-        if self._body_is_here:
-            message = f"the answer was not complete after {seconds:g} seconds, which is this server's limit"
-            self.end(APIError(504, f"{message}; ask for fewer tokens", code="request_timeout"))
-        else:
+        """Ends it because its time is over."""
+        self.expect_body(seconds)
+        message = f"the answer was not complete after {seconds:g} seconds, which is this server's limit"
+        self.end(APIError(504, f"{message}; ask for fewer tokens", code="request_timeout"))
+
+    def expect_body(self, seconds: float) -> None:
+        """Ends it unless its body has come by now, after so many seconds."""
+        if not self._body_is_here:
             message = f"the request's body did not arrive within {seconds:g} seconds"
             self.end(APIError(408, message, code="request_timeout", headers={"Connection": "close"}))
 
@@ -109,13 +114,14 @@ class Lifecycle:
         """Runs ``app`` for one request, which counts as open meanwhile."""
         request = OpenRequest(scope, receive)
         self.open.add(request)
-        timer = None
+        loop = asyncio.get_running_loop()
+        timers = [loop.call_later(BODY_SECONDS, request.expect_body, BODY_SECONDS)]
         if self._timeout is not None:
-            timer = asyncio.get_running_loop().call_later(self._timeout, request.time_out, self._timeout)
+            timers.append(loop.call_later(self._timeout, request.time_out, self._timeout))
         try:
             await app(scope, request.receive, send)
         finally:
-            if timer is not None:
+            for timer in timers:
                 timer.cancel()
             self.open.discard(request)
 

@@ -20,6 +20,8 @@ from chairlift.engine.metrics import EngineMetrics
 logger = logging.getLogger("chairlift.request")
 
 REQUEST_ID = "x-request-id"
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for an answer that nobody waits for; it is never sent, but logs and metrics show it."""
 SANE_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 
@@ -57,6 +59,9 @@ class Observe:
 
         try:
             await self._app(scope, receive, send_labelled)
+        except Exception:
+            answer.status = 500  # which the server makes of it
+            raise
         finally:
             current_account.reset(token)
             self._metrics.on_response(scope["method"], answer.handler, answer.status)
@@ -73,7 +78,7 @@ class _Answer:
         self._scope = scope
         self._begun = time.monotonic()
         self._stream = False
-        self.status = 500  # an exception that reaches the server becomes one
+        self.status = CLIENT_CLOSED_REQUEST  # unless an answer begins
 
     def begin(self, start: Message) -> None:
         """Takes the head of the answer."""

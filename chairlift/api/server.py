@@ -33,6 +33,9 @@ KEEP_ALIVE_SECONDS = 75
 """Longer than the usual idle limit of clients and proxies, so that it is they who close idle connections: a server
 that closes first does so, now and then, just as a request arrives."""
 
+HEAD_SECONDS = 60.0
+"""Time for a request's line and headers to come, and for a new connection's first: each takes a file descriptor."""
+MOST_OPEN_FILES = 65_536
 LAST_WORDS_SECONDS = 1.0
 """Time for an answer that is cut off to say so, and for a client to take it."""
 PROBE_SECONDS = 0.1
@@ -43,6 +46,18 @@ INTERIM_RESPONSE = b"HTTP/1.1 100 Continue\r\n\r\n"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 T = TypeVar("T")
+
+
+def allow_many_connections() -> None:
+    """Raises this process's limit of open files, each connection being one, as far as it may; often from 1,024."""
+    try:
+        import resource
+    except ImportError:  # not a POSIX system
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -209,6 +224,15 @@ class _Protocol(HttpToolsProtocol):
     _head_bytes = 0
     _read_bytes = 0
     _half_closed = False
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_is_here()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         self._read_bytes = len(data)
@@ -222,11 +246,27 @@ class _Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
+        self._expect_head()
         self._head_bytes = -self._read_bytes  # what is read now may be mostly the end of an earlier body
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._head_is_here()
         super().on_headers_complete()
+
+    def _expect_head(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_SECONDS, self._head_is_late)
+
+    def _head_is_here(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        if not self.transport.is_closing():
+            message = f"no whole request line and headers came within {HEAD_SECONDS:g} seconds"
+            self._refuse(APIError(408, message, code="request_timeout"))
 
     def send_400_response(self, msg: str) -> None:
         """What uvicorn answers to what is no HTTP."""

@@ -53,7 +53,7 @@ def run_server(config: EngineConfig, server: ServerConfig, host: str, port: int,
     """
     from chairlift.api.app import create_app
     from chairlift.api.lifecycle import Lifecycle
-    from chairlift.api.server import bind, run, tls_context
+    from chairlift.api.server import allow_many_connections, bind, run, tls_context
     from chairlift.api.server import serve as serve_app
     from chairlift.engine.supervisor import SupervisedEngine
     from chairlift.model.source import resolve
@@ -62,6 +62,7 @@ def run_server(config: EngineConfig, server: ServerConfig, host: str, port: int,
     log_config = logs.LogConfig(server.log_format, server.log_level)
     logs.configure(log_config)
     tls = tls_context(server)
+    allow_many_connections()
     places = config.static_batch_size if config.batching == "static" else config.max_num_seqs
     max_open_sequences = places + server.max_num_queued_reqs
     spans = _span_writer(server, names[0])

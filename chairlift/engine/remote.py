@@ -82,6 +82,7 @@ class RemoteEngine:
         self._capacity: Capacity | None = None
         self._last = StepOutput()
         self._last_step = self._last_word = self._busy_since = time.monotonic()
+        self._unanswered = False  # whether a command was sent since the engine's last word; it answers each
         context = multiprocessing.get_context("spawn")
         self._pipe, engine_end = context.Pipe()
         # The system kills a child with the thread that started it, which is this process only for the main one.
@@ -173,12 +174,12 @@ class RemoteEngine:
         if params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(SEED_BITS))
         request_id = str(next(self._ids))
-        if not self._streams:
+        if not self._streams and not self._unanswered:
             self._busy_since = time.monotonic()
         stream = self._streams[request_id] = _Stream()
         finished = False
         try:
-            self._outbox.put(AddRequest(request_id, prompt_token_ids, params, time.monotonic(), priority, cache_salt))
+            self._send(AddRequest(request_id, prompt_token_ids, params, time.monotonic(), priority, cache_salt))
             while not finished:
                 delta = await stream.next()
                 finished = delta.finish_reason is not None
@@ -186,7 +187,11 @@ class RemoteEngine:
         finally:
             del self._streams[request_id]
             if not finished and self._death is None:
-                self._outbox.put(AbortRequest(request_id))
+                self._send(AbortRequest(request_id))
+
+    def _send(self, command: Command) -> None:
+        self._unanswered = True
+        self._outbox.put(command)
 
     def stats(self) -> EngineStats:
         """Returns the state as last heard. Never blocks."""
@@ -204,7 +209,8 @@ class RemoteEngine:
             has_work=has_work,
             unfinished=len(self._streams),
             alive=self._death is None,
-            wedged=has_work and stalled > self._config.step_timeout,
+            # Clients that leave must not make one that hangs seem idle.
+            wedged=(has_work or self._unanswered) and stalled > self._config.step_timeout,
         )
 
     def subscribe(self, on_step: Callable[[StepRecord], None]) -> None:
@@ -281,6 +287,7 @@ class RemoteEngine:
             return
         self._last = message
         self._last_word = time.monotonic()
+        self._unanswered = False
         for delta in message.deltas:
             stream = self._streams.get(delta.request_id)
             if stream is not None:  # else its reader has gone

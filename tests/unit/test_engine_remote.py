@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import pickle
 
-from chairlift.engine.remote import _Stream
+from chairlift.config import EngineConfig
+from chairlift.engine.core import StepOutput
+from chairlift.engine.executor import Capacity
+from chairlift.engine.remote import RemoteEngine, _Stream
 from chairlift.scheduling.plan import RequestTiming, SequenceDelta
+from chairlift.scheduling.sampling_params import SamplingParams
 
 
 def test_a_delta_arrives_as_it_was_sent():
@@ -25,3 +29,24 @@ def test_a_slow_reader_gets_all_that_it_missed_in_one():
         return await stream.next()
 
     assert asyncio.run(read()) == SequenceDelta("a", (1, 2, 3), timing=timing)
+
+
+def test_clients_that_leave_do_not_make_an_engine_that_hangs_seem_idle():
+    """Each gives up before --step-timeout; the engine has not answered the first of them yet."""
+    engine = RemoteEngine(EngineConfig(step_timeout=10.0))
+    engine._capacity = Capacity(num_blocks=4, block_size=16, max_model_len=64, vocab_size=10)
+
+    async def come_and_leave() -> None:
+        task = asyncio.ensure_future(anext(engine.generate([1], SamplingParams(seed=0))))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+
+    asyncio.run(come_and_leave())
+    assert not engine.stats().wedged
+    engine._busy_since -= 11
+    engine._last_word -= 11
+    asyncio.run(come_and_leave())
+    assert engine.stats().wedged
+    engine._receive(StepOutput())
+    assert not engine.stats().wedged

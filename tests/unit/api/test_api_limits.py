@@ -94,6 +94,28 @@ async def test_a_body_that_takes_too_long_is_a_408_and_costs_no_other_request(ma
         writer.close()
 
 
+async def test_bodies_and_heads_that_never_come_give_their_places_back(
+    app: FastAPI, live: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever time an answer may take."""
+    monkeypatch.setattr("chairlift.api.lifecycle.BODY_SECONDS", 0.1)
+    monkeypatch.setattr("chairlift.api.server.HEAD_SECONDS", 0.2)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
+    async with live(app) as url:
+        host, port = url.removeprefix("http://").split(":")
+        for sent, said in ((head, b"body did not arrive"), (head[:30], b"no whole request line"), (b"", b"no whole")):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(sent)
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 408")
+            assert said in answer
+            writer.close()
+        async with httpx.AsyncClient(base_url=url) as client:  # a connection between two requests is not late
+            for _ in range(2):
+                assert (await client.post("/v1/completions", json=HI)).status_code == 200
+                await asyncio.sleep(0.3)
+
+
 async def test_a_request_in_time_is_not_disturbed(make_app: Make) -> None:
     app = make_app(ServerConfig(request_timeout=60))
     async with connecting(app) as client:

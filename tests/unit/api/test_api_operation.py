@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -170,3 +171,18 @@ async def test_a_bug_in_mid_stream_ends_it_with_an_error(
     assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
     assert "a stream failed" in caplog.text
     assert engine.running == 0
+
+
+async def test_a_client_that_hangs_up_is_not_counted_as_a_failure_of_the_server(
+    client: httpx.AsyncClient, engine: Any
+) -> None:
+    engine.pause = lambda: 3600.0
+    for stream in (False, True):
+        request = asyncio.create_task(client.post("/v1/completions", json=HI | {"stream": stream}))
+        while not engine.running:
+            await asyncio.sleep(0.001)
+        request.cancel()
+        await asyncio.wait([request])
+    labels = {"method": "POST", "handler": "/v1/completions"}
+    assert await metric(client, "http_requests_total", **labels, status="499") == 2
+    assert 'status="500"' not in (await client.get("/metrics")).text

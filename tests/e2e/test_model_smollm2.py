@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from support.likelihoods import expected_log_likelihood, log_likelihoods
 from support.model_driver import generate
+from support.server import running_server
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from chairlift.model.config import read_config
@@ -81,6 +83,14 @@ def test_greedy_tokens_equal_transformers(model: CausalLM, reference: transforme
             logits = reference(torch.tensor([ours.tokens[:-1]])).logits[0, len(prompt) - 1 :]
         assert ours.generated == logits.argmax(-1).tolist()
         torch.testing.assert_close(torch.stack(ours.logits), logits, atol=5e-3, rtol=1e-3)
+
+
+def test_log_likelihoods_over_http_equal_transformers(reference: transformers.PreTrainedModel, tmp_path: Path) -> None:
+    pairs = [(prompt[: len(prompt) // 2], prompt[len(prompt) // 2 :]) for prompt in make_prompts()[1::3]]
+    expected = [expected_log_likelihood(reference, *pair) for pair in pairs]
+    arguments = ("smollm2", "--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8")
+    with running_server(tmp_path / "steps.jsonl", *arguments) as server:
+        assert log_likelihoods(server, "smollm2", pairs) == pytest.approx(expected, abs=1e-2)
 
 
 def test_settings(model: CausalLM) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from support.likelihoods import expected_log_likelihood, log_likelihoods
 from support.server import Server
 from transformers import LlamaForCausalLM
 
@@ -198,39 +199,6 @@ def test_a_token_that_the_model_does_not_have_is_refused_before_anything_runs(ti
 
 
 # ---- over HTTP, as lm-eval's local-completions asks ----
-
-
-def log_likelihoods(server: Server, model: str, pairs: list[tuple[list[int], list[int]]]) -> list[float]:
-    """Of each continuation after its context, out of an echo with logprobs, cut as lm-eval cuts it."""
-    body = {
-        "model": model,
-        "prompt": [context + continuation for context, continuation in pairs],
-        "temperature": 0,
-        "max_tokens": 1,
-        "logprobs": 1,
-        "seed": 1234,
-        "echo": True,
-    }
-    response = httpx.post(f"{server.api}/completions", json=body, timeout=120)
-    response.raise_for_status()
-    sums = []
-    for choice, (context, continuation) in zip(response.json()["choices"], pairs, strict=True):
-        told = choice["logprobs"]
-        values = told["token_logprobs"][len(context) : -1]
-        assert len(values) == len(continuation)
-        assert told["token_logprobs"][0] is None
-        assert all(
-            value <= max(top.values())
-            for value, top in zip(values, told["top_logprobs"][len(context) : -1], strict=True)
-        )
-        sums.append(sum(values))
-    return sums
-
-
-def expected_log_likelihood(reference: Any, context: list[int], continuation: list[int]) -> float:
-    tokens = context + continuation
-    rows = all_logits(reference, tokens).log_softmax(-1)
-    return sum(float(rows[i - 1, tokens[i]]) for i in range(len(context), len(tokens)))
 
 
 def test_log_likelihoods_over_http_equal_the_reference(tiny_server: Server, reference: LlamaForCausalLM) -> None:

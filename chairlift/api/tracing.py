@@ -6,6 +6,7 @@ https://opentelemetry.io/docs/specs/semconv/gen-ai/
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 EXPORT_TIMEOUT_SECONDS = 5.0
+CLOSE_SECONDS = 5.0
 SPAN_NAME = "llm_request"
 
 
@@ -40,7 +42,7 @@ class SpanWriter:
         resource = Resource.create()
         if str(resource.attributes["service.name"]).startswith("unknown_service"):  # OTEL_SERVICE_NAME is not set
             resource = resource.merge(Resource({"service.name": "chairlift"}))
-        self._provider = TracerProvider(resource=resource)
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("chairlift", __version__)
         self._model_name = model_name
@@ -108,5 +110,7 @@ class SpanWriter:
         return {name: value for name, value in attributes.items() if value is not None}
 
     def close(self) -> None:
-        """Sends what is left, and ends the thread. Blocks for some seconds at most."""
-        self._provider.shutdown()
+        """Sends what is left, as far as that goes within some seconds: a collector that is away is tried for long."""
+        sending = threading.Thread(target=self._provider.shutdown, name="chairlift-last-spans", daemon=True)
+        sending.start()
+        sending.join(CLOSE_SECONDS)

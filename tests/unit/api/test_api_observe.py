@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
 from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
 from chairlift.api.tracing import SpanWriter
 from chairlift.config import ConfigError, ServerConfig
+from chairlift.engine.account import RequestAccount
 
 pytestmark = pytest.mark.anyio
 HI = {"model": "tiny", "prompt": "Hi"}
@@ -111,6 +114,24 @@ async def test_the_span_of_a_request_that_was_cut_off(make_app: Make, engine: An
     [span] = await spans_of(make_app, ServerConfig(request_timeout=0.02), {"json": HI})
     assert span.status.status_code is StatusCode.ERROR
     assert (span.attributes or {})["error.type"] == "request_timeout"
+
+
+def test_a_collector_that_does_not_answer_holds_up_no_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chairlift.api.tracing.CLOSE_SECONDS", 0.05)
+    asked, answers = threading.Event(), threading.Event()
+
+    class Stuck(InMemorySpanExporter):
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            asked.set()
+            answers.wait()  # for ever, as far as the writer can know
+            return SpanExportResult.FAILURE
+
+    writer = SpanWriter(Stuck(), "tiny")
+    answer = {"method": "POST", "path": "/", "status": 200, "seconds": 0.1}
+    writer.write("mine", answer, RequestAccount(sequences=1), {})
+    writer.close()
+    assert asked.is_set()
+    answers.set()
 
 
 def test_without_the_extra_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

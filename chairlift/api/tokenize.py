@@ -16,6 +16,7 @@ from chairlift.api.fields import Body, Unsupported
 from chairlift.api.generation import TEXT_OVERHEAD, Frontend
 from chairlift.api.messages import check_tools
 from chairlift.api.schema import ChatBody, parse
+from chairlift.api.stream import encode_json
 
 
 class TokenizeBody(Body):
@@ -47,7 +48,7 @@ def add_text_routes(app: FastAPI, frontend: Frontend) -> None:
 
     @app.post("/tokenize", response_model=None)
     async def tokenize(request: Request) -> Response:
-        return JSONResponse(await _tokenize(frontend, await read_json(request, frontend.max_body_bytes)))
+        return await _tokenize(frontend, await read_json(request, frontend.max_body_bytes))
 
     @app.post("/detokenize", response_model=None)
     async def detokenize(request: Request) -> Response:
@@ -62,7 +63,7 @@ def add_text_routes(app: FastAPI, frontend: Frontend) -> None:
         )
 
 
-async def _tokenize(frontend: Frontend, data: object) -> dict[str, Any]:
+async def _tokenize(frontend: Frontend, data: object) -> Response:
     body: TokenizeBody | TokenizeChatBody
     if isinstance(data, dict) and "messages" in data:
         # A conversation needs no model's name here, where a chat completion does.
@@ -77,15 +78,21 @@ async def _tokenize(frontend: Frontend, data: object) -> dict[str, Any]:
         [token_ids] = await frontend.encode(
             [body.prompt], "prompt", add_special_tokens=body.add_special_tokens is not False
         )
-    strings = None
-    if body.return_token_strs:
-        strings = [frontend.tokenizer.token_bytes(token_id).decode("utf-8", "replace") for token_id in token_ids]
-    return {
-        "count": len(token_ids),
-        "max_model_len": frontend.engine.capacity.max_model_len,
-        "tokens": token_ids,
-        "token_strs": strings,
-    }
+    text_of = frontend.tokenizer.token_bytes
+
+    def write() -> bytes:
+        wanted = token_ids if body.return_token_strs else ()
+        strings = [text_of(token_id).decode("utf-8", "replace") for token_id in wanted]
+        answer = {
+            "count": len(token_ids),
+            "max_model_len": frontend.engine.capacity.max_model_len,
+            "tokens": token_ids,
+            "token_strs": strings if body.return_token_strs else None,
+        }
+        return encode_json(answer).encode()
+
+    content = await frontend.text_work(write, TEXT_OVERHEAD + len(token_ids), "prompt")
+    return Response(content, media_type="application/json")
 
 
 async def _detokenize(frontend: Frontend, data: object) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from chairlift.api.errors import APIError, bad_request, engine_failed, shown
+from chairlift.api.errors import APIError, bad_request, engine_failed, queue_full, shown
 from chairlift.api.forms import FormChecker
 from chairlift.api.schema import GenerationBody
 from chairlift.engine.client import AsyncEngineClient, EngineDeadError
@@ -25,7 +25,6 @@ INLINE_CHARACTERS = 8192
 character, a prompt of megabytes would else stop every stream for a while."""
 TEXT_OVERHEAD = 64
 """How much text takes a tokenizer, or a chat template, as long as a text or a message without any."""
-RETRY_AFTER_SECONDS = "1"
 
 T = TypeVar("T")
 
@@ -59,12 +58,8 @@ class Frontend:
         """Raises a 429 :class:`APIError` if so many more sequences would make the queue longer than it may be."""
         most = self.max_open_sequences
         if most is not None and (unfinished := self.engine.stats().unfinished) + num_new > most:
-            raise APIError(
-                429,
-                f"the queue is full: {unfinished} sequences are unfinished, this request has {num_new}, and at most "
-                f"{most} may be; try again later",
-                code="queue_full",
-                headers={"Retry-After": RETRY_AFTER_SECONDS},
+            raise queue_full(
+                f"{unfinished} sequences are unfinished, this request has {num_new}, and at most {most} may be"
             )
 
     def check_model(self, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import time
 
 from chairlift.config import EngineConfig
 from chairlift.engine.core import StepOutput
@@ -50,3 +51,14 @@ def test_clients_that_leave_do_not_make_an_engine_that_hangs_seem_idle():
     assert engine.stats().wedged
     engine._receive(StepOutput())
     assert not engine.stats().wedged
+
+
+def test_an_engine_that_waits_for_its_batch_to_fill_does_not_hang():
+    engine = RemoteEngine(EngineConfig(step_timeout=10.0))
+    engine._capacity = Capacity(num_blocks=4, block_size=16, max_model_len=64, vocab_size=10)
+    engine._streams["0"] = _Stream()
+    for waits_until, wedged in ((time.monotonic() + 50, False), (None, True)):
+        engine._receive(StepOutput(wait_until=waits_until))
+        engine._busy_since -= 11
+        engine._last_word -= 11
+        assert engine.stats().wedged is wedged

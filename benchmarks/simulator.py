@@ -2,6 +2,7 @@
 
 python benchmarks/simulator.py fit          writes chairlift/simulate/data/coefficients.json from the measurements
 python benchmarks/simulator.py errors       step times, operators, published throughput: the tables of docs/simulate.md
+python benchmarks/simulator.py alone        step times again, with all coefficients fitted to each configuration alone
 python benchmarks/simulator.py speed FILE   a whole trace on one simulated A100
 python benchmarks/simulator.py engine       calibrates this machine's engine, then measures what it predicts
 python benchmarks/simulator.py case-study   looks for the settings of docs/case-study.md, for ten minutes
@@ -34,7 +35,14 @@ from chairlift.simulate import validation
 from chairlift.simulate.calibrate import calibrate
 from chairlift.simulate.case_study import REFERENCES, CaseResult, CaseSetting, run_setting
 from chairlift.simulate.catalogue import HARDWARE, MODELS
-from chairlift.simulate.cost import EngineCoefficients, ProductCoefficients, engine_names, roofline
+from chairlift.simulate.cost import (
+    EngineCoefficients,
+    ProductCoefficients,
+    engine_coefficients,
+    engine_names,
+    product_coefficients,
+    roofline,
+)
 from chairlift.simulate.executor import SimulatedExecutor
 from chairlift.simulate.lengths import draw_lengths
 from chairlift.simulate.published import PUBLISHED
@@ -100,15 +108,22 @@ ENGINE_START = EngineCoefficients(
 )
 
 
-def fit_engine(points: Sequence[validation.StepPoint], products: ProductCoefficients) -> EngineCoefficients:
+def fit_engine(
+    points: Sequence[validation.StepPoint],
+    products: ProductCoefficients,
+    start: EngineCoefficients = ENGINE_START,
+    power: int = 1,
+) -> EngineCoefficients:
+    """Least squares of the relative errors to this power: the higher, the more the worst of them count."""
     measured = np.array([point.seconds for point in points])
     names = [field.name for field in fields(EngineCoefficients)]
 
     def residuals(x: np.ndarray) -> np.ndarray:
         engine = EngineCoefficients(**dict(zip(names, map(float, x), strict=True)))
-        return np.array(validation.predict_steps(points, products, engine)) / measured - 1
+        errors = np.array(validation.predict_steps(points, products, engine)) / measured - 1
+        return np.asarray(errors * np.abs(10 * errors) ** (power - 1))
 
-    found = least_squares(residuals, [getattr(ENGINE_START, name) for name in names])
+    found = least_squares(residuals, [max(1e-9, getattr(start, name)) for name in names])
     return EngineCoefficients(**{n: float(x) if x > 1e-9 else 0.0 for n, x in zip(names, found, strict=True)})
 
 
@@ -148,6 +163,18 @@ def errors() -> None:
         simulated = published.simulate()
         deviation = simulated / published.output_throughput - 1
         print(f"{published.name:<46} {published.output_throughput:6,.0f} {simulated:6,.0f} {deviation:+7.1%}")
+
+
+def alone() -> None:
+    """What the form of the model allows: all coefficients fitted to one configuration, to lower its worst errors."""
+    products = product_coefficients("a100")
+    for name in engine_names():
+        for configuration, most_tokens in validation.MEASURED.items():
+            points = validation.step_points(name, {configuration: most_tokens})
+            fitted = fit_engine(points, products, engine_coefficients(name), power=2)
+            predicted = validation.predict_steps(points, products, fitted)
+            error = validation.summarize(predicted, [point.seconds for point in points])
+            print_errors(f"{name:<11} {configuration[0]:<17} {configuration[1]}", error)
 
 
 def print_errors(name: str, error: validation.Errors) -> None:
@@ -281,7 +308,7 @@ def case_error(result: CaseResult) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("fit", "errors", "speed", "engine", "case-study"))
+    parser.add_argument("what", choices=("fit", "errors", "alone", "speed", "engine", "case-study"))
     parser.add_argument("trace", nargs="?", type=Path, help="for speed: Azure CSV or Mooncake JSONL")
     parser.add_argument("--repeats", type=int, default=5, help="for engine")
     parser.add_argument("--cpu-time", action="store_true", help="for engine: one thread, counting CPU time")
@@ -292,6 +319,7 @@ def main() -> None:
     commands: dict[str, Callable[[], None]] = {
         "fit": fit,
         "errors": errors,
+        "alone": alone,
         "speed": lambda: speed(arguments.trace),
         "engine": lambda: engine(arguments.repeats, arguments.cpu_time),
         "case-study": lambda: case_study(arguments.seconds),

@@ -168,6 +168,7 @@ async def serve(
     lifecycle: Lifecycle | None = None,
     shutdown_timeout: float = 30.0,
     tls: ssl.SSLContext | None = None,
+    half_close_is_hang_up: bool = False,
 ) -> None:
     """Serves ``app`` until SIGINT, SIGTERM or cancellation, then lets open requests end, and returns.
 
@@ -182,10 +183,12 @@ async def serve(
         lifecycle: of the application; without one, requests that do not end in time are cut off without a word.
         shutdown_timeout: seconds that open requests get to end after the signal; then they are told why they cannot.
         tls: from :func:`tls_context`.
+        half_close_is_hang_up: take a client that closes its sending side for one that is gone. For an application that
+            may write nothing for a long time after an answer has begun, and must notice who leaves meanwhile.
     """
     config = uvicorn.Config(
         app,
-        http=_Protocol,
+        http=_HangUpProtocol if half_close_is_hang_up else _Protocol,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -312,6 +315,14 @@ class _Protocol(HttpToolsProtocol):
             return
         if self.cycle is not None:
             super().shutdown()
+
+
+class _HangUpProtocol(_Protocol):
+    """To which a client that sends no more is gone."""
+
+    def eof_received(self) -> bool:
+        """The client sends no more. The connection is closed."""
+        return False
 
 
 class _Server(uvicorn.Server):

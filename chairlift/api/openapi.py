@@ -120,7 +120,7 @@ def _paths(served_model_names: tuple[str, ...]) -> Schema:
 def _post(summary: str, body: Schema, answer: str, *, stream: bool = False) -> Schema:
     content: Schema = {"application/json": {"schema": {"$ref": f"#/components/schemas/{answer}"}}}
     if stream:
-        content["text/event-stream"] = {"schema": {"type": "string", "description": "Events, if stream is set."}}
+        content["text/event-stream"] = {}  # if stream is set
     responses = {"200": {"description": "The answer.", "content": content}, **_errors(ERRORS)}
     return {
         "post": {

@@ -320,7 +320,7 @@ class _Protocol(HttpToolsProtocol):
 class _HangUpProtocol(_Protocol):
     """To which a client that sends no more is gone."""
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more. The connection is closed."""
         return False
 

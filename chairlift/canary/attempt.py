@@ -12,6 +12,10 @@ from chairlift.canary.samples import Sample
 from chairlift.canary.upstream import UpstreamError
 
 
+LONGEST_OVERSLEPT = 0.5
+"""Seconds by which the watchdog may wake too late before it is taken that the whole router stood still."""
+
+
 class OverdueError(UpstreamError):
     """The server took too long."""
 
@@ -45,6 +49,11 @@ class Attempt:
         self._any_byte = True
         self._last = time.monotonic()
         return self._last
+
+    def forgive(self, seconds: float) -> None:
+        """Takes time off the account in which the router itself stood still, and could not have heard anything."""
+        self._begun += seconds
+        self._last += seconds
 
     def end(self, cause: Exception) -> None:
         """Ends it from outside: ``cause`` is raised where it waits."""
@@ -100,8 +109,14 @@ class Watchdog:
     async def run(self) -> None:
         """Looks after all attempts, for ever."""
         shortest = min(self._timeouts.first_byte, self._timeouts.idle, self._timeouts.total)
+        pause = min(0.25, shortest / 4)
+        before = time.monotonic()
         while True:
-            await asyncio.sleep(min(0.25, shortest / 4))
+            await asyncio.sleep(pause)
             now = time.monotonic()
+            overslept = now - before - pause
+            before = now
             for attempt in tuple(self._attempts):
+                if overslept > LONGEST_OVERSLEPT:
+                    attempt.forgive(overslept)
                 attempt.check(now, self._timeouts)

@@ -52,7 +52,7 @@ class Proxy:
         self.watchdog = Watchdog(config.timeouts)
         self.main = "stable"
         self.assigned = {"stable": 0, "candidate": 0}
-        self._redirectable: set[Attempt] = set()
+        self._redirectable: dict[Attempt, Client] = {}
         self._shadow = Shadow(candidate, self.logs["candidate"], self.breaker, self.watchdog, metrics)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,8 +78,9 @@ class Proxy:
 
     def candidate_lost_traffic(self) -> None:
         """Takes requests back of which the candidate has answered nothing yet; stable gets them."""
-        for attempt in tuple(self._redirectable):
-            attempt.end(RolledBackError("rolled back"))
+        for attempt, client in tuple(self._redirectable.items()):
+            if not client.started:
+                attempt.end(RolledBackError("rolled back"))
 
     async def close(self) -> None:
         """Ends the copies that are under way."""
@@ -125,7 +126,7 @@ class Proxy:
         sample = self._begin("candidate", counted)
         attempt = Attempt(sample, streams=request.streams)
         if request.repeatable:
-            self._redirectable.add(attempt)
+            self._redirectable[attempt] = client
         try:
             async with self.watchdog.watching(attempt), await self._candidate.open(request) as reply:
                 await relay_checked(reply, request, client, attempt, "candidate")
@@ -147,7 +148,7 @@ class Proxy:
             self._end("candidate", sample, ANSWERED)
             await client.finish()
         finally:
-            self._redirectable.discard(attempt)
+            self._redirectable.pop(attempt, None)
 
     async def _after_failure(
         self, request: ClientRequest, client: Client, sample: Sample, error: UpstreamError | BrokenStreamError

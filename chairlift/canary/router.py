@@ -161,6 +161,7 @@ class Router:
                 on_ready=on_ready,
                 lifecycle=self.lifecycle,
                 shutdown_timeout=self.config.drain_timeout,
+                half_close_is_hang_up=True,
             )
         )
         try:
@@ -215,7 +216,10 @@ class Router:
     async def _probe_forever(self, name: str) -> None:
         interval = self.config.health_interval
         while True:
+            before = time.monotonic()
             cause = await self._upstreams[name].probe(self.config.health_path, interval)
+            if time.monotonic() - before > 1.5 * interval:
+                cause = None  # the router itself stood still, so this says nothing
             self._failed_probes[name] = self._failed_probes[name] + 1 if cause else 0
             if cause and name == "candidate":
                 self.proxy.breaker.failed(time.monotonic(), cause)

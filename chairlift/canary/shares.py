@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 MOST_SESSIONS = 1 << 16
-MOST_DEBT = 16.0
+MOST_DEBT = 64.0
 """Requests. A session that sends thousands would otherwise run up a debt that new sessions pay off all at once."""
 
 GOLDEN_RATIO = 0.6180339887498949

@@ -15,7 +15,6 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import (
     BeforeValidator,
     Field,
-    PlainValidator,
     ValidationError,
     field_validator,
     model_validator,
@@ -26,77 +25,15 @@ from chairlift.api.errors import APIError, bad_request, shown
 from chairlift.api.fields import Body, Unsupported
 from chairlift.api.forms import Choices, JsonSchema, Pattern, ResponseFormat, StructuredOutputs, form_specs
 from chairlift.api.tools import MAX_TOOLS, ToolBody, ToolCallBody, ToolChoice, ToolChoiceField, call_spec
-from chairlift.scheduling.sampling_params import MAX_BIAS, SEED_BITS, SamplingParams, StructuredSpec
+from chairlift.api.values import Biases, LogprobCount, LogprobCountOrFalse, Prompts, StopStrings
+from chairlift.scheduling.sampling_params import SEED_BITS, SamplingParams, StructuredSpec
 
 MAX_N = 128
-MAX_STOPS = 16
-MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKENS = 256
-MAX_BIASES = 1024
-MAX_LOGPROBS = 20
-MAX_DIGITS = 10
 COMPLETION_MAX_TOKENS = 16
 TEMPLATE_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_prompt"})
 
 B = TypeVar("B", bound="Body")
-
-
-def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-StopStrings = Annotated[
-    list[StopString],
-    Field(max_length=MAX_STOPS, fail_fast=True),
-    BeforeValidator(_as_list, json_schema_input_type=str | list[str]),
-]
-
-
-TextOrTokens = str | list[int]
-
-
-def _prompts(value: object) -> list[TextOrTokens]:
-    """Takes the four forms of a prompt apart; by hand, because they can be long and a union's errors are unreadable."""
-    if isinstance(value, str) or (isinstance(value, list) and value and _all_ints(value)):
-        return [value]
-    if (
-        isinstance(value, list)
-        and value
-        and (all(type(item) is str for item in value) or all(type(item) is list and _all_ints(item) for item in value))
-    ):
-        return value
-    raise PydanticCustomError(
-        "prompt", "should be a string, a list of strings, a list of token ids, or a list of lists of token ids"
-    )
-
-
-def _all_ints(items: list[object]) -> bool:
-    return all(type(item) is int for item in items)
-
-
-def _biases(value: object) -> dict[int, float]:
-    """Takes token ids as JSON has to write them; by hand, because a strict integer is no string."""
-    wrong = PydanticCustomError(
-        "biases", f"should be an object of at most {MAX_BIASES} token ids, each with a number from -100 to 100"
-    )
-    if not isinstance(value, dict) or len(value) > MAX_BIASES:
-        raise wrong
-    biases = {}
-    for name, bias in value.items():
-        if not (isinstance(name, str) and name.isascii() and name.isdigit() and len(name) <= MAX_DIGITS):
-            raise wrong
-        if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
-            raise wrong
-        biases[int(name)] = float(bias)
-    return biases
-
-
-def _count_or_false(value: object) -> object:
-    return None if value is False else value
-
-
-LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 class StreamOptions(Body):
@@ -159,9 +96,7 @@ class GenerationBody(Body):
     repetition_penalty: float | None = Field(
         None, ge=0.01, le=100, description="Above 1 makes tokens of the prompt and of the answer less likely."
     )
-    logit_bias: Annotated[dict[int, float], PlainValidator(_biases, json_schema_input_type=dict[str, float])] | None = (
-        Field(None, description="Added to the logits of these token ids, from -100 to 100.")
-    )
+    logit_bias: Biases | None = Field(None, description="Added to the logits of these token ids, from -100 to 100.")
     seed: int | None = Field(
         None, ge=-(2 ** (SEED_BITS - 1)), lt=2**SEED_BITS, description="Makes sampling repeatable."
     )
@@ -318,10 +253,7 @@ class CompletionBody(GenerationBody):
 
     unsupported: ClassVar[Unsupported] = GenerationBody.unsupported | {"suffix": ()}
 
-    prompt: Annotated[
-        list[TextOrTokens],
-        PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
-    ] = Field(description="A text, token ids, or a list of either, which gives n choices for each item in order.")
+    prompt: Prompts = Field(description="A text, token ids, or a list of either: n choices for each item, in order.")
     add_special_tokens: bool | None = Field(None, description="Begin a text with the model's BOS token. Default: true.")
     best_of: int | None = Field(
         None,
@@ -330,7 +262,7 @@ class CompletionBody(GenerationBody):
         description="Sequences to generate; given are the n whose tokens are likeliest.",
     )
     echo: bool | None = Field(None, description="Begin the text with the prompt, and the logprobs with the prompt's.")
-    logprobs: Annotated[LogprobCount | None, BeforeValidator(_count_or_false)] = Field(
+    logprobs: LogprobCountOrFalse = Field(
         None, description="The log-probability of each token, and of so many of the most likely ones."
     )
 

@@ -11,7 +11,6 @@ from chairlift.canary.config import Timeouts
 from chairlift.canary.samples import Sample
 from chairlift.canary.upstream import UpstreamError
 
-
 LONGEST_OVERSLEPT = 0.5
 """Seconds by which the watchdog may wake too late before it is taken that the whole router stood still."""
 

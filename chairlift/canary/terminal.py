@@ -6,12 +6,12 @@ import time
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 STYLES = {"pass": "green", "fail": "red", "undecided": "dim"}
 MOST_EVENTS = 6
+BAR_WIDTH = 60
 
 
 def render(status: dict[str, Any]) -> RenderableType:
@@ -23,10 +23,15 @@ def render(status: dict[str, Any]) -> RenderableType:
         f"{_percent(status['share'])} {kind} the candidate, step {status['step']} of {len(status['steps'])} ({steps}); "
         f"hold: {status['hold_remaining_s']:.0f} s to go; {status['sessions']} sessions"
     )
-    parts: list[RenderableType] = [title, ProgressBar(total=1.0, completed=status["share"], width=60), share]
+    parts: list[RenderableType] = [title, _bar(status["share"]), share]
     if status["shadow"] is not None:
         parts.append(Text("copies: " + ", ".join(f"{count} {name}" for name, count in status["shadow"].items())))
     return Group(*parts, _sides(status), _gates(status), _events(status))
+
+
+def _bar(share: float) -> Text:
+    full = round(share * BAR_WIDTH)
+    return Text("█" * full, "blue").append("░" * (BAR_WIDTH - full), "dim")
 
 
 def _sides(status: dict[str, Any]) -> Table:

@@ -56,7 +56,7 @@ def static_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 def command(*arguments: str) -> str:
     """A command that steers, as an operator types it."""
-    environment = os.environ | {"CHAIRLIFT_CANARY_KEY": "k"}
+    environment = os.environ | {"CHAIRLIFT_CANARY_KEY": "k", "COLUMNS": "200"}
     result = subprocess.run(
         [sys.executable, "-m", "chairlift", "canary", *arguments], capture_output=True, text=True, env=environment
     )

@@ -1,4 +1,4 @@
-"""How often whole rollouts go wrong: a thousand of each kind, under a virtual clock, at the edge of what gates allow."""
+"""How often whole rollouts go wrong: a thousand of each kind, under a virtual clock, at the edge of the gates."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ def config(gates: str, **more) -> CanaryConfig:
 
 def phases(settings: CanaryConfig, stable: Behaviour, candidate: Behaviour, runs: int, **more) -> Counter[str]:
     simulation = {"rate": 3.0, "duration": 150.0, "tick": 5.0, **more}
-    return Counter(
-        simulate_rollout(settings, stable, candidate, seed=seed, **simulation).phase for seed in range(runs)
-    )
+    return Counter(simulate_rollout(settings, stable, candidate, seed=seed, **simulation).phase for seed in range(runs))
 
 
 def slack(runs: int) -> float:
@@ -85,7 +83,10 @@ def test_that_failures_are_known_before_successes_does_not_decide():
         ("slow", lognormal(2.0, SIGMA)),
         ("failing", lognormal(0.5, SIGMA, error_rate=0.15)),
         ("hanging", lambda rng, n, _: (np.full(n, 1e6), 0.0)),
-        ("dying at the second step", lambda rng, n, now: (0.3 * np.exp(SIGMA * rng.standard_normal(n)), float(now > 70))),
+        (
+            "dying at the second step",
+            lambda rng, n, now: (0.3 * np.exp(SIGMA * rng.standard_normal(n)), float(now > 70)),
+        ),
     ],
 )
 def test_a_bad_candidate_is_rolled_back_within_a_window(name: str, candidate: Behaviour):

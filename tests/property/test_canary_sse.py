@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +24,7 @@ def fed(data: bytes, cuts: list[int]) -> tuple[bytes, EventStream]:
     stream = EventStream(keep_text=True)
     out = b""
     edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         out += stream.feed(data[start:end])
         assert not out or out.endswith((b"\n\n", b"\r\n\r\n"))
     return out, stream
@@ -77,9 +78,9 @@ def test_an_end_that_comes_too_early(data: bytes, said: str):
 
 def test_an_event_without_an_end_does_not_fill_the_memory():
     stream = EventStream()
+    assert stream.feed(b"x" * MOST_EVENT_BYTES) == b""
     with pytest.raises(BrokenStreamError, match="more than"):
-        for _ in range(MOST_EVENT_BYTES // 2**20 + 1):
-            stream.feed(b"x" * 2**20)
+        stream.feed(b"x")
 
 
 @pytest.mark.parametrize(

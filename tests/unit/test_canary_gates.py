@@ -69,7 +69,9 @@ def test_quantiles_of_different_ranks_are_different_gates():
     assert len(parse_gates("p50_e2e<1s,p99_e2e<5s,vs_stable.p99_e2e<1.1,p99_ttft<1s")) == 4
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("5m", 300), ("1h30m", 5400), ("250ms", 0.25), ("1.5s", 1.5)])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("5m", 300), ("1h30m", 5400), ("250ms", 0.25), ("1.5s", 1.5)]
+)
 def test_durations(text: str, seconds: float):
     assert parse_duration(text) == pytest.approx(seconds)
 
@@ -84,7 +86,7 @@ def test_steps():
     assert parse_steps("10,25,50,100") == (0.1, 0.25, 0.5, 1.0)
     assert parse_steps("0.5") == (0.005,)
     for wrong in ("", "10,10", "50,10", "0,10", "10,101", "ten", "nan", "10,,20"):
-        with pytest.raises(ValueError, match="each step|percentages"):
+        with pytest.raises(ValueError, match=r"each step|percentages"):
             parse_steps(wrong)
 
 

@@ -26,9 +26,7 @@ alphas = st.sampled_from([0.3, 0.05, 0.001])
 
 def mean_evidence(evidence, n: int, p: float, rate: float) -> float:
     """E[exp(evidence)] of n outcomes that are bad with probability p."""
-    return sum(
-        math.comb(n, k) * p**k * (1 - p) ** (n - k) * math.exp(evidence(k, n, rate)) for k in range(n + 1)
-    )
+    return sum(math.comb(n, k) * p**k * (1 - p) ** (n - k) * math.exp(evidence(k, n, rate)) for k in range(n + 1))
 
 
 @given(rate=rates, factor=st.floats(0.0, 1.0), n=st.integers(1, 40))

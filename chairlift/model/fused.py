@@ -7,9 +7,9 @@ queries and what lies between norm and activation to bfloat16, this one keeps fl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -77,10 +77,13 @@ class FusedCausalLM:
             threads=self._threads,
         )
         self._weights, self._head = self._pack(model)
+        self._pool = ThreadPoolExecutor(max(1, self._threads - 1), thread_name_prefix="chairlift-compute")
         self._config = tiles.full_tiles()
         self._counters = np.zeros((1 + STAGES_PER_LAYER * config.num_layers) * COUNTER, np.int64)
         self.times = np.zeros((self._threads, len(STAGES)), np.int64)
         self._buffers = self._make_buffers(BLOCK_ROWS)
+        self._logits = np.empty(0, np.float32)
+        self._head_rows: tuple[npt.NDArray[Any], Floats] = self._buffers.activations, self._buffers.scales
         windows = sorted({window or 0 for window in config.sliding_windows})
         self._windows = windows
         self._layer_windows = np.array([window or 0 for window in config.sliding_windows], np.int64)
@@ -113,10 +116,9 @@ class FusedCausalLM:
         plans = [self._attention.plan(metadata, window) for window in self._windows]
         step = self._step(token_ids, cos, sin, metadata, plans)
         self._counters[:] = 0
-        numba.set_num_threads(self._threads)
         scale = np.float32(self._attention.scale * LOG2_E)
-        run_step(
-            self._kind, self._sizes, np.float32(self.config.rms_norm_eps), scale, self._weights, self._buffers, step,
+        self._run(
+            run_step, self._kind, self._sizes, np.float32(self.config.rms_norm_eps), scale, self._weights, self._buffers, step,
             Cache(_flat(kv_caches.keys), _flat(kv_caches.values)), self._counters, self.times, self._config,
         )  # fmt: skip
         hidden: Tensor = torch.from_numpy(self._buffers.hidden).view(-1, self.config.hidden_size)[:rows]
@@ -124,19 +126,29 @@ class FusedCausalLM:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the next token: [S, hidden_size] to [S, vocab_size] float32."""
+        """Scores of the next token: [S, hidden_size] to [S, vocab_size] float32, valid until the next call."""
         rows, width = hidden.shape
         columns = _filled(self.config.vocab_size)
-        filled = -(-rows // BLOCK_ROWS) * BLOCK_ROWS
-        logits = np.empty(filled * columns, np.float32)
-        activations = np.empty(filled * width, self._buffers.activations.dtype)
+        # A few numbers more than a power of two apart, or the rows would share the cache's places among them.
+        stride = columns + BLOCK_COLUMNS
+        if rows * stride > len(self._logits):
+            filled = -(-rows // BLOCK_ROWS) * BLOCK_ROWS
+            # Pages that are given back and taken anew at every step would cost as much as the product.
+            self._logits = np.empty(filled * stride, np.float32)
+            self._head_rows = np.zeros(filled * width, self._buffers.activations.dtype), np.empty(filled, np.float32)
         self._counters[:] = 0
-        numba.set_num_threads(self._threads)
-        run_head(
-            self._kind, self._threads, hidden.contiguous().view(-1).numpy(), rows, width, *self._head, activations,
-            np.empty(filled, np.float32), logits, columns, self._counters, self._config,
+        self._run(
+            run_head, self._threads, self._kind, hidden.contiguous().view(-1).numpy(), rows, width, *self._head,
+            *self._head_rows, self._logits, columns, stride, self._counters, self._config,
         )  # fmt: skip
-        return torch.from_numpy(logits).view(-1, columns)[:rows, : self.config.vocab_size]
+        return torch.from_numpy(self._logits).view(-1, stride)[:rows, : self.config.vocab_size]
+
+    def _run(self, kernel: Any, *arguments: Any) -> None:
+        """Runs a kernel on all threads, this one among them. It lets others have Python's lock while it runs."""
+        others = [self._pool.submit(kernel, thread, *arguments) for thread in range(1, self._threads)]
+        kernel(0, *arguments)
+        for other in others:
+            other.result()
 
     def _step(
         self, token_ids: Tensor, cos: Tensor, sin: Tensor, metadata: CpuMetadata, plans: Sequence[WorkPlan]
@@ -243,7 +255,7 @@ def _interleaved(weight: Tensor) -> Tensor:
 
 
 def _pack(projections: Sequence[Linear], quantized: bool, *, keep: bool = False) -> tuple[Words, Floats, Words]:
-    """Packs projections end to end: their words, and for int8 each column's scale and the sum of its weights.
+    """Packs projections end to end: their words, and for int8 each column's scale and offset.
 
     Each is emptied once it is packed, unless told to ``keep`` them, so that memory never holds much more than all once.
     """
@@ -252,14 +264,15 @@ def _pack(projections: Sequence[Linear], quantized: bool, *, keep: bool = False)
     widths = [projection.weight.shape[1] for projection in projections]
     words = np.empty(sum(n * k for n, k in zip(columns, widths, strict=True)) * itemsize // WORD_BYTES, np.int32)
     scales = np.zeros(sum(columns) if quantized else 0, np.float32)
-    sums = np.zeros(sum(columns) if quantized else 0, np.int32)
+    offsets = np.zeros(sum(columns) if quantized else 0, np.int32)
     word = column = 0
     for projection, filled in zip(projections, columns, strict=True):
         weight = projection.weight.data
         if quantized:
             numbers, scale = _quantize(weight)
             scales[column : column + len(scale)] = scale
-            sums[column : column + len(scale)] = numbers.sum(axis=1, dtype=np.int32)
+            # Activations are stored as unsigned numbers, 128 too large.
+            offsets[column : column + len(scale)] = 128 * numbers.sum(axis=1, dtype=np.int32)
         else:
             numbers = _bits(weight)
         packed = pack(numbers)
@@ -267,7 +280,7 @@ def _pack(projections: Sequence[Linear], quantized: bool, *, keep: bool = False)
         word, column = word + len(packed), column + filled
         if not keep:
             projection.weight.data = weight.new_empty(0)
-    return words, scales, sums
+    return words, scales, offsets
 
 
 def _quantize(weight: Tensor) -> tuple[npt.NDArray[np.int8], Floats]:

@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 from numba.extending import overload
 
 from chairlift.model.kernels import kinds, paged_attention, products, rows, simd, threads, tiles
+from chairlift.model.kernels.compiling import compiled
 from chairlift.model.kernels.kinds import in_tiles, is_quantized
-from chairlift.model.kernels.paged_attention import Shape, make_scratch, merge_partials, run_item
+from chairlift.model.kernels.paged_attention import Shape, fetch_first, make_scratch, merge_partials, run_item
 from chairlift.model.kernels.products import BLOCK_COLUMNS, BLOCK_ROWS
-from chairlift.model.kernels.rows import INT8_ZERO, embed, gated, normalize, rotate, write_row
-from chairlift.model.kernels.simd import LANES, fma, load, splat, store
+from chairlift.model.kernels.rows import embed, gated, normalize, rotate, write_row
+from chairlift.model.kernels.simd import LANES, fma, load, load_difference, prefetch, splat, store
 from chairlift.model.kernels.threads import claim, meet, ticks
 
 DIGEST = "".join(
@@ -34,14 +35,16 @@ DIGEST = "".join(
 """Numba keys its cache of compiled code by the file that a kernel stands in; this kernel stands in many."""
 
 QKV, ATTENTION, MERGES, OUTPUT, GATE_UP, DOWN = range(6)
+FEW_ROWS = 64
+CHUNK_WORDS = 144
+"""With more rows than a few, weights are used often, and are multiplied in chunks of so many words: what a block of rows
+and a unit of weights need then stays in the first-level cache."""
 STAGES_PER_LAYER = 6
 """Stages whose pieces are claimed."""
 
 STAGES = ("norm", "qkv", "rotate", "attention", "output", "gate_up", "down", "quantize")
 """What a step's time goes to; waiting for the slower threads of a stage belongs to it."""
 NORM, T_QKV, ROTATE, T_ATTENTION, T_OUTPUT, T_GATE_UP, T_DOWN, QUANTIZE = range(len(STAGES))
-
-_compiled = njit(nogil=True, error_model="numpy", boundscheck=False)
 
 
 class Sizes(NamedTuple):
@@ -63,15 +66,15 @@ class Weights(NamedTuple):
     """All weights but the head's.
 
     The packed ones lie in the order in which a step reads them: of each layer qkv, output, gate and up (a strip of the
-    gate beside the strip of the same columns of up), down. For int8, ``scales`` and ``sums`` (float32, and int32 of its
-    weights) hold each column's, in the same order; else they are empty. Norms and biases are float32, [layers × width],
+    gate beside the strip of the same columns of up), down. For int8, ``scales`` (float32) and ``offsets`` (int32, what
+    unsigned activations add to its sums) hold each column's, in the same order; else they are empty. Norms and biases are float32, [layers × width],
     empty where the model has none.
     """
 
     embedding: Any
     words: Any
     scales: Any
-    sums: Any
+    offsets: Any
     qkv_bias: Any
     attention_norm: Any
     mlp_norm: Any
@@ -85,7 +88,7 @@ class Packed(NamedTuple):
 
     words: Any
     scales: Any
-    sums: Any
+    offsets: Any
     first_word: int
     first_column: int
 
@@ -209,27 +212,44 @@ def _quantize_rows(kind, made, width, activations, scales, first, last):  # type
     return quantize if is_quantized(kind) else nothing
 
 
-def block(kind, a, ai, stride, count, packed, unit, words, scales, row, numbers, integers):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """Sets ``numbers`` [32, 32] float32 to one block of a product. ``unit`` is the pair of strips."""
+def unit_product(kind, a, packed, scales, unit, num_rows, width, numbers):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Sets ``numbers`` [rows, 32] float32 to the product of all rows and one unit, which is a pair of strips."""
     raise NotImplementedError
 
 
-@overload(block)
-def _block(kind, a, ai, stride, count, packed, unit, words, scales, row, numbers, integers):  # type: ignore[no-untyped-def]
+@overload(unit_product)
+def _unit_product(kind, a, packed, scales, unit, num_rows, width, numbers):  # type: ignore[no-untyped-def]
     product = products.product_of(kinds.PRECISIONS[kind.instance_class], in_tiles=in_tiles(kind))
 
-    def plain(kind, a, ai, stride, count, packed, unit, words, scales, row, numbers, integers):  # type: ignore[no-untyped-def]
-        product(a, ai, stride, count, packed.words, packed.first_word + unit * BLOCK_COLUMNS * words, words, numbers)
+    @compiled
+    def multiply(a, weights, wi, num_rows, words, numbers):  # type: ignore[no-untyped-def]
+        chunk = words
+        if num_rows > FEW_ROWS:
+            chunk = -(-words // -(-words // CHUNK_WORDS) // LANES) * LANES
+        for first in range(0, words, chunk):
+            count = min(chunk, words - first)
+            for row in range(0, num_rows, BLOCK_ROWS):
+                product(
+                    a, row * words + first, words, min(BLOCK_ROWS, num_rows - row), weights, wi + first * LANES, count,
+                    words * LANES, numbers, row * BLOCK_COLUMNS, first > 0,
+                )  # fmt: skip
 
-    def scaled(kind, a, ai, stride, count, packed, unit, words, scales, row, numbers, integers):  # type: ignore[no-untyped-def]
-        product(a, ai, stride, count, packed.words, packed.first_word + unit * BLOCK_COLUMNS * words, words, integers)
+    def plain(kind, a, packed, scales, unit, num_rows, width, numbers):  # type: ignore[no-untyped-def]
+        words = width // kind.per_word
+        multiply(a, packed.words, packed.first_word + unit * BLOCK_COLUMNS * words, num_rows, words, numbers)
+
+    def scaled(kind, a, packed, scales, unit, num_rows, width, numbers):  # type: ignore[no-untyped-def]
+        words = width // kind.per_word
+        integers = numbers.view(np.int32)
+        multiply(a, packed.words, packed.first_word + unit * BLOCK_COLUMNS * words, num_rows, words, integers)
         first = packed.first_column + unit * BLOCK_COLUMNS
-        for r in range(count):
-            scale = scales[row + r]
-            for i in range(BLOCK_COLUMNS):
-                # Activations are stored as unsigned numbers, 128 too large.
-                number = integers[r * BLOCK_COLUMNS + i] - INT8_ZERO * packed.sums[first + i]
-                numbers[r * BLOCK_COLUMNS + i] = np.float32(number) * (scale * packed.scales[first + i])
+        zero = splat(np.float32(0))
+        for row in range(num_rows):
+            scale = splat(scales[row])
+            for i in range(0, BLOCK_COLUMNS, LANES):
+                sums = load_difference(integers, row * BLOCK_COLUMNS + i, packed.offsets, first + i)
+                factor = fma(load(packed.scales, first + i), scale, zero)
+                store(numbers, row * BLOCK_COLUMNS + i, fma(sums, factor, zero))
 
     return scaled if is_quantized(kind) else plain
 
@@ -237,80 +257,80 @@ def _block(kind, a, ai, stride, count, packed, unit, words, scales, row, numbers
 # ---- stages ----
 
 
-@_compiled
-def _product(  # type: ignore[no-untyped-def]
-    kind, a, num_rows, width, packed, c, columns, add, scales, numbers, integers, counters, stage
-):
-    """Sets ``c`` [rows, columns] to the product of activations and weights, or adds it."""
-    words = width // kind.per_word
+@compiled
+def _product(kind, a, num_rows, width, packed, c, columns, stride, add, scales, numbers, counters, stage):  # type: ignore[no-untyped-def]
+    """Sets ``c`` [rows, columns], ``stride`` numbers from row to row, to a product of activations, or adds it."""
     one = splat(np.float32(1))
     unit = claim(counters, stage)
     while unit < columns // BLOCK_COLUMNS:
-        for row in range(0, num_rows, BLOCK_ROWS):
-            count = min(BLOCK_ROWS, num_rows - row)
-            block(kind, a, row * words, words, count, packed, unit, words, scales, row, numbers, integers)
-            for r in range(count):
-                place = (row + r) * columns + unit * BLOCK_COLUMNS
-                for i in range(0, BLOCK_COLUMNS, LANES):
-                    lanes = load(numbers, r * BLOCK_COLUMNS + i)
-                    if add:
-                        lanes = fma(load(c, place + i), one, lanes)
-                    store(c, place + i, lanes)
+        unit_product(kind, a, packed, scales, unit, num_rows, width, numbers)
+        for row in range(num_rows):
+            for i in range(0, BLOCK_COLUMNS, LANES):
+                place = row * stride + unit * BLOCK_COLUMNS + i
+                lanes = load(numbers, row * BLOCK_COLUMNS + i)
+                if add:
+                    lanes = fma(load(c, place), one, lanes)
+                store(c, place, lanes)
         unit = claim(counters, stage)
 
 
-@_compiled
-def _gated_product(  # type: ignore[no-untyped-def]
-    kind, a, num_rows, width, packed, inner, columns, scales, numbers, integers, counters, stage
-):
+@compiled
+def _gated_product(kind, a, num_rows, width, packed, inner, columns, scales, numbers, counters, stage):  # type: ignore[no-untyped-def]
     """Sets ``inner`` [rows, columns] to SiLU of the gate times up."""
-    words = width // kind.per_word
     unit = claim(counters, stage)
     while unit < columns // LANES:
-        for row in range(0, num_rows, BLOCK_ROWS):
-            count = min(BLOCK_ROWS, num_rows - row)
-            block(kind, a, row * words, words, count, packed, unit, words, scales, row, numbers, integers)
-            for r in range(count):
-                gate, up = load(numbers, r * BLOCK_COLUMNS), load(numbers, r * BLOCK_COLUMNS + LANES)
-                store(inner, (row + r) * columns + unit * LANES, gated(gate, up))
+        unit_product(kind, a, packed, scales, unit, num_rows, width, numbers)
+        for row in range(num_rows):
+            gate, up = load(numbers, row * BLOCK_COLUMNS), load(numbers, row * BLOCK_COLUMNS + LANES)
+            store(inner, row * columns + unit * LANES, gated(gate, up))
         unit = claim(counters, stage)
 
 
-@_compiled
-def _rotate_and_write(row, layer, sizes, weights, eps, qkv, step, cache):  # type: ignore[no-untyped-def]
-    """Biases, norms of the heads, rotation, and the keys and values of one row into their slot."""
-    dim, half = sizes.head_dim, sizes.head_dim // 2
-    num_kv, first = sizes.num_kv_heads, row * sizes.qkv
-    if len(weights.qkv_bias):
+@compiled
+def _rotate(row, layer, sizes, eps, qkv, bias, q_norm, k_norm, cos, sin):  # type: ignore[no-untyped-def]
+    """Biases, norms of the heads and rotation of one row."""
+    dim, half, first = sizes.head_dim, sizes.head_dim // 2, row * sizes.qkv
+    if len(bias):
         one = splat(np.float32(1))
         for i in range(0, sizes.qkv, LANES):
-            store(qkv, first + i, fma(load(qkv, first + i), one, load(weights.qkv_bias, layer * sizes.qkv + i)))
-    for head in range(sizes.num_heads + num_kv):
+            store(qkv, first + i, fma(load(qkv, first + i), one, load(bias, layer * sizes.qkv + i)))
+    for head in range(sizes.num_heads + sizes.num_kv_heads):
         place = first + head * dim
-        if len(weights.q_norm):
-            if head < sizes.num_heads:
-                normalize(qkv, place, weights.q_norm, layer * dim, dim, eps, qkv, place)
-            else:
-                normalize(qkv, place, weights.k_norm, layer * dim, dim, eps, qkv, place)
-        rotate(qkv, place, half, step.cos, step.sin, row * half)
-    slot = step.slots[row]
-    block_size = sizes.block_size
-    rounded = np.empty(dim, cache.keys.dtype)
-    zero, one = splat(np.float32(0)), splat(np.float32(1))
-    layer_base = layer * (len(cache.keys) // sizes.num_layers)
-    for head in range(num_kv):
-        target = layer_base + (slot // block_size * num_kv + head) * dim * block_size
-        key = first + (sizes.num_heads + head) * dim
-        for d in range(0, dim, LANES):
-            store(rounded, d, fma(load(qkv, key + d), one, zero))
+        if len(q_norm):
+            normalize(qkv, place, q_norm if head < sizes.num_heads else k_norm, layer * dim, dim, eps, qkv, place)
+        rotate(qkv, place, half, cos, sin, row * half)
+
+
+@compiled
+def _expect(base, slot, sizes, keys, values):  # type: ignore[no-untyped-def]
+    """Asks for the memory of a slot that is written soon: the keys of one token lie as far apart as a block is long."""
+    dim, block_size = sizes.head_dim, sizes.block_size
+    first = base + slot // block_size * sizes.num_kv_heads * dim * block_size
+    for head in range(sizes.num_kv_heads):
+        target = first + head * dim * block_size
         for d in range(dim):
-            cache.keys[target + d * block_size + slot % block_size] = rounded[d]
+            prefetch(keys, target + d * block_size + slot % block_size)
         for d in range(0, dim, LANES):
+            prefetch(values, target + slot % block_size * dim + d)
+
+
+@compiled
+def _write(row, base, slot, sizes, qkv, keys, values, rounded):  # type: ignore[no-untyped-def]
+    """Keys and values of one row into their slot of the layer's cache, which begins at ``base``."""
+    dim, num_kv, block_size = sizes.head_dim, sizes.num_kv_heads, sizes.block_size
+    first = row * sizes.qkv + sizes.num_heads * dim
+    zero, one = splat(np.float32(0)), splat(np.float32(1))
+    for head in range(num_kv):
+        target = base + (slot // block_size * num_kv + head) * dim * block_size
+        for d in range(0, dim, LANES):
+            store(rounded, d, fma(load(qkv, first + head * dim + d), one, zero))
             place = target + slot % block_size * dim + d
-            store(cache.values, place, fma(load(qkv, key + num_kv * dim + d), one, zero))
+            store(values, place, fma(load(qkv, first + (num_kv + head) * dim + d), one, zero))
+        for d in range(dim):
+            keys[target + d * block_size + slot % block_size] = rounded[d]
 
 
-@_compiled
+@compiled
 def _attend(layer, sizes, scale, qkv, step, cache, attended, scratch, counters, stage, meetings):  # type: ignore[no-untyped-def]
     """The attention of one layer."""
     shape = Shape(
@@ -322,10 +342,14 @@ def _attend(layer, sizes, scale, qkv, step, cache, attended, scratch, counters, 
     first, last = step.item_bounds[plan], step.item_bounds[plan + 1]
     i = first + claim(counters, stage)
     while i < last:
+        # The next item is claimed before this one is run, so that its first tokens are on their way meanwhile.
+        following = first + claim(counters, stage)
+        if following < last:
+            fetch_first(step.items[following], keys, values, step.tables, shape)
         run_item(
             step.items[i], qkv, sizes.qkv, scale, keys, values, step.tables, shape, step.partial, attended, scratch
         )
-        i = first + claim(counters, stage)
+        i = following
     if step.merge_bounds[plan + 1] > step.merge_bounds[plan]:
         meetings = meet(counters, sizes.threads, meetings)
         i = step.merge_bounds[plan] + claim(counters, stage + MERGES - ATTENTION)
@@ -335,31 +359,31 @@ def _attend(layer, sizes, scale, qkv, step, cache, attended, scratch, counters, 
     return meetings
 
 
-@_compiled
+@compiled
 def _words(sizes: Any, per_word: int) -> int:
     """Packed words of one layer."""
     numbers = sizes.hidden * (sizes.qkv + sizes.num_heads * sizes.head_dim + 3 * sizes.inner)
     return numbers // per_word  # type: ignore[no-any-return]
 
 
-@_compiled
+@compiled
 def _behind(packed: Any, columns: int, width: int, per_word: int) -> Any:
     """The projection that lies behind one of this size."""
     return Packed(
-        packed.words, packed.scales, packed.sums, packed.first_word + columns * width // per_word,
+        packed.words, packed.scales, packed.offsets, packed.first_word + columns * width // per_word,
         packed.first_column + columns,
     )  # fmt: skip
 
 
-@_compiled
-def _norm_rows(kind, first, last, sizes, weight, wi, eps, buffers, row):  # type: ignore[no-untyped-def]
+@compiled
+def _norm_rows(kind, first, last, width, weight, wi, eps, x, activations, scales, row):  # type: ignore[no-untyped-def]
     """Norms a thread's rows of the residual stream and makes activations of them."""
     for r in range(first, last):
-        normalize(buffers.x, r * sizes.hidden, weight, wi, sizes.hidden, eps, row, 0)
-        write_row(kind, row, 0, sizes.hidden, buffers.activations, r * sizes.hidden, buffers.scales, r)
+        normalize(x, r * width, weight, wi, width, eps, row, 0)
+        write_row(kind, row, 0, width, activations, r * width, scales, r)
 
 
-@_compiled
+@compiled
 def _meet(counters, count, meetings, times, stage, since):  # type: ignore[no-untyped-def]
     """Waits for the others, and notes how long the stage took."""
     meetings = meet(counters, count, meetings)
@@ -368,175 +392,129 @@ def _meet(counters, count, meetings, times, stage, since):  # type: ignore[no-un
     return meetings, now
 
 
-@_compiled
-def _run(thread, kind, sizes, eps, scale, weights, buffers, step, cache, counters, all_times, config):  # type: ignore[no-untyped-def]
-    """One thread's part of a step."""
-    kept = np.empty(tiles.CONFIG_BYTES, np.uint8)
-    begin(kind, config, kept)
-    num_rows, count = len(step.token_ids), sizes.threads
-    first, last = num_rows * thread // count, num_rows * (thread + 1) // count
-    hidden, width = sizes.hidden, sizes.num_heads * sizes.head_dim
-    row = np.empty(hidden, np.float32)
-    numbers, integers = np.empty(BLOCK_ROWS * BLOCK_COLUMNS, np.float32), np.empty(BLOCK_ROWS * BLOCK_COLUMNS, np.int32)
-    scratch = make_scratch(cache.keys, Shape(0, 0, sizes.head_dim, 0, 0, sizes.tile))
-    x, qkv, activations, scales = buffers.x, buffers.qkv, buffers.activations, buffers.scales
-    words = activations.view(np.int32)
-    layer_words = _words(sizes, kind.per_word)
-    layer_columns = sizes.qkv + 2 * hidden + 2 * sizes.inner
-    meetings, times, since = 0, all_times[thread], ticks()
-    for r in range(first, last):
-        embed(step.token_ids[r], weights.embedding, x, r * hidden, hidden)
-    for layer in range(sizes.num_layers):
-        stage = 1 + layer * STAGES_PER_LAYER
-        _norm_rows(kind, first, last, sizes, weights.attention_norm, layer * hidden, eps, buffers, row)
-        meetings, since = _meet(counters, count, meetings, times, NORM, since)
-        packed = Packed(weights.words, weights.scales, weights.sums, layer * layer_words, layer * layer_columns)
-        _product(
-            kind,
-            words,
-            num_rows,
-            hidden,
-            packed,
-            qkv,
-            sizes.qkv,
-            False,
-            scales,
-            numbers,
-            integers,
-            counters,
-            stage + QKV,
-        )
-        packed = _behind(packed, sizes.qkv, hidden, kind.per_word)
-        meetings, since = _meet(counters, count, meetings, times, T_QKV, since)
-        for r in range(first, last):
-            _rotate_and_write(r, layer, sizes, weights, eps, qkv, step, cache)
-        meetings, since = _meet(counters, count, meetings, times, ROTATE, since)
-        meetings = _attend(
-            layer, sizes, scale, qkv, step, cache, buffers.attended, scratch, counters, stage + ATTENTION, meetings
-        )
-        meetings, since = _meet(counters, count, meetings, times, T_ATTENTION, since)
-        if quantize_rows(kind, buffers.attended, width, activations, scales, first, last):
-            meetings, since = _meet(counters, count, meetings, times, QUANTIZE, since)
-        _product(
-            kind, words_of(kind, buffers.attended, activations), num_rows, width, packed, x, hidden,
-            True, scales, numbers, integers, counters, stage + OUTPUT,
-        )  # fmt: skip
-        packed = _behind(packed, hidden, width, kind.per_word)
-        meetings, since = _meet(counters, count, meetings, times, T_OUTPUT, since)
-        _norm_rows(kind, first, last, sizes, weights.mlp_norm, layer * hidden, eps, buffers, row)
-        meetings, since = _meet(counters, count, meetings, times, NORM, since)
-        _gated_product(
-            kind, words, num_rows, hidden, packed, buffers.inner, sizes.inner, scales, numbers, integers, counters, stage + GATE_UP,
-        )  # fmt: skip
-        packed = _behind(packed, 2 * sizes.inner, hidden, kind.per_word)
-        meetings, since = _meet(counters, count, meetings, times, T_GATE_UP, since)
-        if quantize_rows(kind, buffers.inner, sizes.inner, activations, scales, first, last):
-            meetings, since = _meet(counters, count, meetings, times, QUANTIZE, since)
-        _product(
-            kind, words_of(kind, buffers.inner, activations), num_rows, sizes.inner, packed, x, hidden,
-            True, scales, numbers, integers, counters, stage + DOWN,
-        )  # fmt: skip
-        meetings, since = _meet(counters, count, meetings, times, T_DOWN, since)
-    for r in range(first, last):
-        normalize(x, r * hidden, weights.final_norm, 0, hidden, eps, buffers.hidden, r * hidden)
-    end(kind, kept)
-
-
-@_compiled
-def _run_head(
-    thread,
-    count,
-    kind,
-    hidden,
-    num_rows,
-    width,
-    words,
-    column_scales,
-    column_sums,
-    activations,
-    scales,
-    logits,
-    columns,
-    counters,
-    config,
-):  # type: ignore[no-untyped-def]
-    """One thread's part of the logits."""
-    kept = np.empty(tiles.CONFIG_BYTES, np.uint8)
-    begin(kind, config, kept)
-    numbers, integers = np.empty(BLOCK_ROWS * BLOCK_COLUMNS, np.float32), np.empty(BLOCK_ROWS * BLOCK_COLUMNS, np.int32)
-    for row in range(num_rows * thread // count, num_rows * (thread + 1) // count):
-        write_row(kind, hidden, row * width, width, activations, row * width, scales, row)
-    meet(counters, count, 0)
-    packed = Packed(words, column_scales, column_sums, 0, 0)
-    _product(
-        kind,
-        activations.view(np.int32),
-        num_rows,
-        width,
-        packed,
-        logits,
-        columns,
-        False,
-        scales,
-        numbers,
-        integers,
-        counters,
-        1,
-    )
-    end(kind, kept)
-
-
 def _build(digest: str, *, cache: bool) -> tuple[Any, Any]:
     """Makes the kernels. They capture ``digest`` so that Numba's cache of compiled code depends on it."""
+    entry = njit(nogil=True, cache=cache, error_model="numpy", boundscheck=False)
 
-    @njit(parallel=True, nogil=True, cache=cache, error_model="numpy", boundscheck=False)
-    def run_step(kind, sizes, eps, scale, weights, buffers, step, cache, counters, times, config):  # type: ignore[no-untyped-def]
-        """Computes a step, up to the final norm, into ``buffers.hidden``.
+    @entry
+    def run_step(thread, kind, sizes, eps, scale, weights, buffers, step, cache, counters, all_times, config):  # type: ignore[no-untyped-def]
+        """One thread's part of a step, up to the final norm, into ``buffers.hidden``. All threads have to call it.
 
-        ``counters`` has (1 + STAGES_PER_LAYER × layers) × COUNTER zeros; ``times`` [threads, stages] int64 is added to,
-        in ticks of the processor's clock; ``config`` is :func:`tiles.full_tiles`.
+        ``counters`` has (1 + STAGES_PER_LAYER × layers) × COUNTER zeros; ``all_times`` [threads, stages] int64 is added
+        to, in ticks of the processor's clock; ``config`` is :func:`tiles.full_tiles`.
         """
         digest  # noqa: B018
-        for thread in prange(sizes.threads):
-            _run(thread, kind, sizes, eps, scale, weights, buffers, step, cache, counters, times, config)
+        kept = np.empty(tiles.CONFIG_BYTES, np.uint8)
+        begin(kind, config, kept)
+        num_rows, count = len(step.token_ids), sizes.threads
+        first, last = num_rows * thread // count, num_rows * (thread + 1) // count
+        hidden, width = sizes.hidden, sizes.num_heads * sizes.head_dim
+        row = np.empty(hidden, np.float32)
+        numbers = np.empty(-(-num_rows // BLOCK_ROWS) * BLOCK_ROWS * BLOCK_COLUMNS, np.float32)
+        rounded = np.empty(sizes.head_dim, cache.keys.dtype)
+        scratch = make_scratch(cache.keys, Shape(0, 0, sizes.head_dim, 0, 0, sizes.tile))
+        x, qkv, activations, scales = buffers.x, buffers.qkv, buffers.activations, buffers.scales
+        words = activations.view(np.int32)
+        layer_words = _words(sizes, kind.per_word)
+        layer_columns = sizes.qkv + 2 * hidden + 2 * sizes.inner
+        meetings, times, since = 0, all_times[thread], ticks()
+        for r in range(first, last):
+            embed(step.token_ids[r], weights.embedding, x, r * hidden, hidden)
+        for layer in range(sizes.num_layers):
+            stage = 1 + layer * STAGES_PER_LAYER
+            _norm_rows(
+                kind, first, last, hidden, weights.attention_norm, layer * hidden, eps, x, activations, scales, row
+            )
+            meetings, since = _meet(counters, count, meetings, times, NORM, since)
+            packed = Packed(weights.words, weights.scales, weights.offsets, layer * layer_words, layer * layer_columns)
+            _product(
+                kind, words, num_rows, hidden, packed, qkv, sizes.qkv, sizes.qkv, False, scales, numbers, counters,
+                stage + QKV,
+            )  # fmt: skip
+            packed = _behind(packed, sizes.qkv, hidden, kind.per_word)
+            meetings, since = _meet(counters, count, meetings, times, T_QKV, since)
+            base = layer * (len(cache.keys) // sizes.num_layers)
+            for r in range(first, last):
+                _rotate(r, layer, sizes, eps, qkv, weights.qkv_bias, weights.q_norm, weights.k_norm, step.cos, step.sin)
+                _write(r, base, step.slots[r], sizes, qkv, cache.keys, cache.values, rounded)
+            meetings, since = _meet(counters, count, meetings, times, ROTATE, since)
+            meetings = _attend(
+                layer, sizes, scale, qkv, step, cache, buffers.attended, scratch, counters, stage + ATTENTION, meetings
+            )
+            meetings, since = _meet(counters, count, meetings, times, T_ATTENTION, since)
+            if quantize_rows(kind, buffers.attended, width, activations, scales, first, last):
+                meetings, since = _meet(counters, count, meetings, times, QUANTIZE, since)
+            _product(
+                kind, words_of(kind, buffers.attended, activations), num_rows, width, packed, x, hidden, hidden,
+                True, scales, numbers, counters, stage + OUTPUT,
+            )  # fmt: skip
+            packed = _behind(packed, hidden, width, kind.per_word)
+            meetings, since = _meet(counters, count, meetings, times, T_OUTPUT, since)
+            _norm_rows(kind, first, last, hidden, weights.mlp_norm, layer * hidden, eps, x, activations, scales, row)
+            meetings, since = _meet(counters, count, meetings, times, NORM, since)
+            _gated_product(
+                kind, words, num_rows, hidden, packed, buffers.inner, sizes.inner, scales, numbers, counters, stage + GATE_UP,
+            )  # fmt: skip
+            packed = _behind(packed, 2 * sizes.inner, hidden, kind.per_word)
+            meetings, since = _meet(counters, count, meetings, times, T_GATE_UP, since)
+            if quantize_rows(kind, buffers.inner, sizes.inner, activations, scales, first, last):
+                meetings, since = _meet(counters, count, meetings, times, QUANTIZE, since)
+            _product(
+                kind, words_of(kind, buffers.inner, activations), num_rows, sizes.inner, packed, x, hidden, hidden,
+                True, scales, numbers, counters, stage + DOWN,
+            )  # fmt: skip
+            meetings, since = _meet(counters, count, meetings, times, T_DOWN, since)
+        for r in range(first, last):
+            normalize(x, r * hidden, weights.final_norm, 0, hidden, eps, buffers.hidden, r * hidden)
+        end(kind, kept)
 
-    @njit(parallel=True, nogil=True, cache=cache, error_model="numpy", boundscheck=False)
+    @entry
     def run_head(
-        kind,
+        thread,
         count,
+        kind,
         hidden,
         num_rows,
         width,
         words,
         column_scales,
-        column_sums,
+        column_offsets,
         activations,
         scales,
         logits,
         columns,
+        stride,
         counters,
         config,
     ):  # type: ignore[no-untyped-def]
-        """Computes logits [num_rows, columns] of hidden states [num_rows, width], float32 both."""
+        """One thread's part of the logits [num_rows, columns] of hidden states [num_rows, width], float32 both.
+
+        All threads have to call it.
+        """
         digest  # noqa: B018
-        for thread in prange(count):
-            _run_head(
-                thread,
-                count,
-                kind,
-                hidden,
-                num_rows,
-                width,
-                words,
-                column_scales,
-                column_sums,
-                activations,
-                scales,
-                logits,
-                columns,
-                counters,
-                config,
-            )
+        kept = np.empty(tiles.CONFIG_BYTES, np.uint8)
+        begin(kind, config, kept)
+        numbers = np.empty(-(-num_rows // BLOCK_ROWS) * BLOCK_ROWS * BLOCK_COLUMNS, np.float32)
+        for row in range(num_rows * thread // count, num_rows * (thread + 1) // count):
+            write_row(kind, hidden, row * width, width, activations, row * width, scales, row)
+        meet(counters, count, 0)
+        packed = Packed(words, column_scales, column_offsets, 0, 0)
+        _product(
+            kind,
+            activations.view(np.int32),
+            num_rows,
+            width,
+            packed,
+            logits,
+            columns,
+            stride,
+            False,
+            scales,
+            numbers,
+            counters,
+            1,
+        )
+        end(kind, kept)
 
     return run_step, run_head
 

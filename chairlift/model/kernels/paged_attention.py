@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit, prange
 
+from chairlift.model.kernels.compiling import compiled
 from chairlift.model.kernels.simd import (
     LANES,
     SOURCE_DIGEST,
@@ -47,7 +48,7 @@ MERGE_PARTIAL, MERGE_COUNT, MERGE_ROW, MERGE_NUM_ROWS, MERGE_KV_HEAD = range(5)
 
 def _inner(function: Callable[..., None]) -> Any:
     """Compiles a piece of the kernel."""
-    return njit(nogil=True, error_model="numpy", boundscheck=False)(function)
+    return compiled(function)
 
 
 class Shape(NamedTuple):
@@ -239,7 +240,8 @@ def keep_partial(item: Any, partial: Any, shape: Any, scratch: Any) -> None:
     dim = shape.head_dim
     for r in range(item[NUM_ROWS] * (shape.num_heads // shape.num_kv_heads)):
         kept = partial[item[PARTIAL], r]
-        kept[:dim] = scratch.output[r * dim : (r + 1) * dim]
+        for d in range(dim):
+            kept[d] = scratch.output[r * dim + d]
         kept[dim] = scratch.maxima[r]
         kept[dim + 1] = total(load(scratch.sums, r * LANES))
 
@@ -251,7 +253,9 @@ def merge_partials(merge: Any, partial: Any, output: Any, shape: Any) -> None:
     parts = partial[merge[MERGE_PARTIAL] : merge[MERGE_PARTIAL] + merge[MERGE_COUNT]]
     zero = splat(np.float32(0))
     for r in range(merge[MERGE_NUM_ROWS] * group):
-        peak = parts[:, r, dim].max()
+        peak = np.float32(-np.inf)
+        for part in parts:
+            peak = max(peak, part[r, dim])
         whole = np.float32(0)
         for part in parts:
             whole += np.float32(2) ** (part[r, dim] - peak) * part[r, dim + 1]
@@ -289,6 +293,13 @@ def make_scratch(keys: Any, shape: Any) -> Any:
         np.empty(ROWS * LANES, np.float32),
         np.empty(dim * SEGMENT, keys.dtype),
     )
+
+
+@_inner
+def fetch_first(item: Any, keys: Any, values: Any, tables: Any, shape: Any) -> None:
+    """Asks for the first tokens of an item that is run soon."""
+    end = min(item[FIRST] + SEGMENT, item[LAST])
+    fetch(keys, values, tables[item[SEQUENCE]], item[KV_HEAD], item[FIRST], end, shape)
 
 
 @_inner
@@ -336,9 +347,7 @@ def _build(digest: str, *, cache: bool) -> Any:
             for i in range(item_bounds[worker], item_bounds[worker + 1]):
                 item = items[i]
                 if i + 1 < item_bounds[worker + 1]:
-                    following = items[i + 1]
-                    end = min(following[FIRST] + SEGMENT, following[LAST])
-                    fetch(keys, values, tables[following[SEQUENCE]], following[KV_HEAD], following[FIRST], end, shape)
+                    fetch_first(items[i + 1], keys, values, tables, shape)
                 run_item(item, query, strides[0], scale, keys, values, tables, shape, partial, output, scratch)
         for i in prange(len(merges)):
             merge_partials(merges[i], partial, output, shape)

@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from llvmlite import binding, ir
-from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from chairlift.model.kernels import tiles
+from chairlift.model.kernels.compiling import compiled
 from chairlift.model.kernels.simd import LANES
 
 BLOCK_ROWS = 32
@@ -90,44 +90,52 @@ def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any
 
 
 def _vector_block(rows: int, multiply_add: Callable[..., Any], sums_type: Any) -> Any:
-    """Rows of activations by two strips, in registers."""
+    """Rows of activations by two strips, in registers. With ``add`` the sums begin with what ``c`` holds."""
 
     @intrinsic
     def block(
-        typing_context: Any, a: Any, ai: Any, stride: Any, weights: Any, wi: Any, words: Any, c: Any, ci: Any
+        typing_context: Any, a: Any, ai: Any, stride: Any, weights: Any, wi: Any, words: Any, strip: Any, c: Any,
+        ci: Any, add: Any,
     ) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            a_, ai_, stride_, w_, wi_, words_, c_, ci_ = arguments
+            a_, ai_, stride_, w_, wi_, words_, strip_, c_, ci_, add_ = arguments
             i64 = ci_.type
-            cells = [(row, strip) for row in range(rows) for strip in range(STRIPS)]
+            cells = [(row, column) for row in range(rows) for column in range(STRIPS)]
+            places = [
+                _address(
+                    context, builder, c, c_, builder.add(ci_, i64(row * BLOCK_COLUMNS + column * LANES)), sums_type
+                )
+                for row, column in cells
+            ]
             sums = [cgutils.alloca_once(builder, sums_type) for _ in cells]  # type: ignore[no-untyped-call]
-            for total in sums:
-                builder.store(sums_type(None), total)
-            strip_words = builder.mul(words_, i64(LANES))
+            with builder.if_else(add_) as (kept, cleared):
+                with kept:
+                    for place, total in zip(places, sums, strict=True):
+                        builder.store(builder.load(place, align=WORD_BYTES), total)
+                with cleared:
+                    for total in sums:
+                        builder.store(sums_type(None), total)
             zeros = ir.Constant(_I32X16, [0] * LANES)
             with cgutils.for_range(builder, words_) as loop:  # type: ignore[no-untyped-call]
                 word = builder.add(wi_, builder.mul(loop.index, i64(LANES)))
                 read = [
-                    builder.load(
-                        _address(context, builder, weights, w_, builder.add(word, builder.mul(strip_words, i64(strip))),
-                                 _I32X16), align=WORD_BYTES)
-                    for strip in range(STRIPS)
-                ]  # fmt: skip
+                    builder.load(_address(context, builder, weights, w_, place, _I32X16), align=WORD_BYTES)
+                    for place in (word, builder.add(word, strip_))
+                ]
                 for row in range(rows):
                     place = builder.add(builder.add(ai_, loop.index), builder.mul(stride_, i64(row)))
                     number = builder.load(_address(context, builder, a, a_, place, _I32))
                     lane = builder.insert_element(ir.Constant(_I32X16, ir.Undefined), number, _I32(0))
                     lanes = builder.shuffle_vector(lane, lane, zeros)
-                    for strip in range(STRIPS):
-                        total = sums[row * STRIPS + strip]
-                        builder.store(multiply_add(builder, builder.load(total), lanes, read[strip]), total)
-            for (row, strip), total in zip(cells, sums, strict=True):
-                place = builder.add(ci_, i64(row * BLOCK_COLUMNS + strip * LANES))
-                builder.store(builder.load(total), _address(context, builder, c, c_, place, sums_type), WORD_BYTES)
+                    for column in range(STRIPS):
+                        total = sums[row * STRIPS + column]
+                        builder.store(multiply_add(builder, builder.load(total), lanes, read[column]), total)
+            for place, total in zip(places, sums, strict=True):
+                builder.store(builder.load(total), place, align=WORD_BYTES)
             return context.get_dummy_value()
 
         numbers = (types.intp,) * 2
-        return types.void(a, *numbers, weights, *numbers, c, types.intp), generate
+        return types.void(a, *numbers, weights, *numbers, types.intp, c, types.intp, types.boolean), generate
 
     return block
 
@@ -135,24 +143,24 @@ def _vector_block(rows: int, multiply_add: Callable[..., Any], sums_type: Any) -
 def _vector_product(multiply_add: Callable[..., Any], sums_type: Any) -> Any:
     eight, four, two, one = (_vector_block(rows, multiply_add, sums_type) for rows in (8, 4, 2, 1))
 
-    @njit(nogil=True, error_model="numpy", boundscheck=False)
-    def product(a, ai, stride, rows, weights, wi, words, c):  # type: ignore[no-untyped-def]
+    @compiled
+    def product(a, ai, stride, rows, weights, wi, words, strip, c, ci, add):  # type: ignore[no-untyped-def]
         """Computes a block; see :func:`product_of`."""
         row = 0
         while row < rows:
             left = rows - row
-            at, ct = ai + row * stride, row * BLOCK_COLUMNS
+            at, ct = ai + row * stride, ci + row * BLOCK_COLUMNS
             if left >= 8:
-                eight(a, at, stride, weights, wi, words, c, ct)
+                eight(a, at, stride, weights, wi, words, strip, c, ct, add)
                 row += 8
             elif left >= 4:
-                four(a, at, stride, weights, wi, words, c, ct)
+                four(a, at, stride, weights, wi, words, strip, c, ct, add)
                 row += 4
             elif left >= 2:
-                two(a, at, stride, weights, wi, words, c, ct)
+                two(a, at, stride, weights, wi, words, strip, c, ct, add)
                 row += 2
             else:
-                one(a, at, stride, weights, wi, words, c, ct)
+                one(a, at, stride, weights, wi, words, strip, c, ct, add)
                 row += 1
 
     return product
@@ -163,22 +171,28 @@ def _vector_product(multiply_add: Callable[..., Any], sums_type: Any) -> Any:
 
 def _tile_product(multiply: Any) -> Any:
     multiply_whole, multiply_half = multiply
+    load_whole, load_half = tiles.load_block
     store_whole, store_half = tiles.store_block
     clear, step = tiles.clear_block, tiles.TILE_ROWS
 
-    @njit(nogil=True, error_model="numpy", boundscheck=False)
-    def product(a, ai, stride, rows, weights, wi, words, c):  # type: ignore[no-untyped-def]
+    @compiled
+    def product(a, ai, stride, rows, weights, wi, words, strip, c, ci, add):  # type: ignore[no-untyped-def]
         """Computes a block, of 16 or 32 rows whatever ``rows`` is; see :func:`product_of`."""
-        strip = words * LANES
-        clear()
-        if rows > step:
+        whole = rows > step
+        if add and whole:
+            load_whole(c, ci)
+        elif add:
+            load_half(c, ci)
+        else:
+            clear()
+        if whole:
             for word in range(0, words, step):
                 multiply_whole(a, ai + word, stride, weights, wi + word * LANES, strip)
-            store_whole(c)
+            store_whole(c, ci)
         else:
             for word in range(0, words, step):
                 multiply_half(a, ai + word, stride, weights, wi + word * LANES, strip)
-            store_half(c)
+            store_half(c, ci)
 
     return product
 
@@ -204,12 +218,13 @@ def uses_tiles(precision: str) -> bool:
 
 @cache
 def product_of(precision: str, *, in_tiles: bool) -> Any:
-    """The kernel ``product(a, ai, stride, rows, weights, wi, words, c)``.
+    """The kernel ``product(a, ai, stride, rows, weights, wi, words, strip, c, ci, add)``.
 
-    It sets the first ``rows`` rows of ``c`` [32, 32]. ``a`` holds words: row r begins at ``a[ai + r * stride]``. The two
-    strips of weights begin at ``weights[wi]``, each ``words`` times 16 words long. ``c`` is float32, for int8 int32;
-    activations are unsigned then. In tiles, rows are computed by sixteens, so that memory for them has to be there, and
-    ``words`` is a multiple of 16.
+    It sets, or with ``add`` adds to, the first ``rows`` rows of a block of 32 by 32 numbers that begins at ``c[ci]``.
+    ``a`` holds words: row r begins at ``a[ai + r * stride]``. ``words`` of each row meet as many of each of the two
+    strips of weights, which begin at ``weights[wi]``, ``strip`` words apart. ``c`` is float32, for int8 int32;
+    activations are unsigned then. In tiles, rows are computed by sixteens, so that memory for them has to be there,
+    and ``words`` is a multiple of 16.
     """
     if in_tiles:
         return _tile_product({"bfloat16": tiles.multiply_bfloat16, "int8": tiles.multiply_int8}[precision])

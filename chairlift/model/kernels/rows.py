@@ -9,19 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numba.extending import overload
 
+from chairlift.model.kernels.compiling import compiled
 from chairlift.model.kernels.kinds import is_quantized
 from chairlift.model.kernels.simd import (
     LANES,
     divide,
     exp2,
     fma,
+    largest,
     load,
+    maximum,
     minimum,
     splat,
     store,
+    store_uint8,
     total,
 )
 
@@ -30,13 +33,11 @@ SOURCE_DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 LOG2_E = np.float32(1.4426950408889634)
 # Beyond this 2^x is no float32 any more, and 1 + 2^x long as good as 2^x.
 EXP2_MAX = np.float32(126)
-INT8_MAX, INT8_ZERO = 127, 128
+INT8_MAX = 127
 TINY = np.float32(1e-30)
 
-_compiled = njit(nogil=True, error_model="numpy", boundscheck=False)
 
-
-@_compiled
+@compiled
 def embed(token: int, embedding: Any, x: Any, xi: int, size: int) -> None:
     """Copies a token's embedding to ``x[xi:xi + size]``."""
     zero, one = splat(np.float32(0)), splat(np.float32(1))
@@ -44,7 +45,7 @@ def embed(token: int, embedding: Any, x: Any, xi: int, size: int) -> None:
         store(x, xi + i, fma(load(embedding, token * size + i), one, zero))
 
 
-@_compiled
+@compiled
 def normalize(x: Any, xi: int, weight: Any, wi: int, size: int, eps: float, row: Any, ri: int) -> None:
     """RMSNorm (arXiv:1910.07467) of ``size`` numbers, in float32, into ``row[ri:ri + size]``."""
     zero = splat(np.float32(0))
@@ -70,18 +71,21 @@ def _write_row(kind, source, si, size, activations, ai, scales, row):  # type: i
             store(activations, ai + i, fma(load(source, si + i), one, zero))
 
     def quantized(kind, source, si, size, activations, ai, scales, row):  # type: ignore[no-untyped-def]
-        largest = TINY
-        for i in range(size):
-            largest = max(largest, abs(source[si + i]))
-        scales[row] = largest / np.float32(INT8_MAX)
-        factor = np.float32(INT8_MAX) / largest
-        for i in range(size):
-            activations[ai + i] = np.uint8(np.int32(np.rint(source[si + i] * factor)) + INT8_ZERO)
+        zero, minus = splat(np.float32(0)), splat(np.float32(-1))
+        peak = splat(TINY)
+        for i in range(0, size, LANES):
+            lanes = load(source, si + i)
+            peak = maximum(peak, maximum(lanes, fma(lanes, minus, zero)))
+        peak_number = largest(peak)
+        scales[row] = peak_number / np.float32(INT8_MAX)
+        factor = splat(np.float32(INT8_MAX) / peak_number)
+        for i in range(0, size, LANES):
+            store_uint8(activations, ai + i, fma(load(source, si + i), factor, zero))
 
     return quantized if is_quantized(kind) else rounded
 
 
-@_compiled
+@compiled
 def gated(gate: Any, up: Any) -> Any:
     """SiLU of one vector times the other (SwiGLU, arXiv:2002.05202)."""
     zero, one = splat(np.float32(0)), splat(np.float32(1))
@@ -89,11 +93,17 @@ def gated(gate: Any, up: Any) -> Any:
     return divide(fma(gate, up, zero), fma(exp2(power), one, one))
 
 
-@_compiled
+@compiled
 def rotate(row: Any, first: int, half: int, cos: Any, sin: Any, ai: int) -> None:
     """Rotates a head of ``2 * half`` numbers in place (RoPE, arXiv:2104.09864), its halves against each other."""
-    for i in range(half):
-        a, b = row[first + i], row[first + half + i]
-        c, s = cos[ai + i], sin[ai + i]
-        row[first + i] = a * c - b * s
-        row[first + half + i] = b * c + a * s
+    zero, minus = splat(np.float32(0)), splat(np.float32(-1))
+    whole = half // LANES * LANES
+    for i in range(0, whole, LANES):
+        a, b = load(row, first + i), load(row, first + half + i)
+        c, s = load(cos, ai + i), load(sin, ai + i)
+        store(row, first + i, fma(a, c, fma(fma(b, s, zero), minus, zero)))
+        store(row, first + half + i, fma(b, c, fma(a, s, zero)))
+    for i in range(whole, half):
+        x, y = row[first + i], row[first + half + i]
+        row[first + i] = x * cos[ai + i] - y * sin[ai + i]
+        row[first + half + i] = y * cos[ai + i] + x * sin[ai + i]

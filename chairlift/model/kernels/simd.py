@@ -152,6 +152,34 @@ def prefetch(typing_context: Any, array: Any, index: Any) -> tuple[Any, Callable
 
 
 @_operation
+def store_uint8(typing_context: Any, array: Any, index: Any, lanes: Any) -> tuple[Any, Callable[..., Any]]:
+    """Writes lanes from -128 to 127, rounded to nearest and 128 larger, to the bytes ``array[index:index + 16]``."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        bits = builder.bitcast(builder.fadd(arguments[2], _splat(builder, _float(_ROUND))), _I32)
+        bytes_ = ir.VectorType(ir.IntType(8), LANES)
+        number = builder.xor(builder.trunc(bits, bytes_), _splat(builder, ir.Constant(ir.IntType(8), 128)))
+        builder.store(number, _pointer(context, builder, array, arguments[0], arguments[1], bytes_), align=1)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, vector), generate
+
+
+@_operation
+def load_difference(typing_context: Any, a: Any, ai: Any, b: Any, bi: Any) -> tuple[Any, Callable[..., Any]]:
+    """Sixteen int32 numbers of ``a`` from ``a[ai]`` on less as many of ``b``, as float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x, y = (
+            builder.load(_pointer(context, builder, kind, arguments[2 * i], arguments[2 * i + 1], _I32), align=4)
+            for i, kind in enumerate((a, b))
+        )
+        return builder.sitofp(builder.sub(x, y), _F32)
+
+    return vector(a, types.intp, b, types.intp), generate
+
+
+@_operation
 def splat(typing_context: Any, scalar: Any) -> tuple[Any, Callable[..., Any]]:
     """The same number in each lane."""
 

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
-from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
+
+from chairlift.model.kernels.compiling import compiled
 
 COUNTER = 8
 """Numbers from one counter to the next: a cache line."""
@@ -80,13 +81,13 @@ def ticks(typing_context: Any) -> tuple[Any, Callable[..., Any]]:
     return types.int64(), generate
 
 
-@njit(nogil=True, error_model="numpy", boundscheck=False)
+@compiled
 def claim(counters: Any, stage: int) -> int:
     """The next piece of a stage that nobody has taken: 0, 1, 2 and so on, without end. Stage 0 is the barriers' own."""
     return _add(counters, stage * COUNTER, 1)  # type: ignore[call-arg, return-value]
 
 
-@njit(nogil=True, error_model="numpy", boundscheck=False)
+@compiled
 def meet(counters: Any, threads: int, times: int) -> int:
     """Waits until all threads are here. ``times`` is how often they have met before; returns how often by now."""
     times += 1

@@ -19,7 +19,7 @@ ROUNDS = 8
 PREFILL_ROWS = 512
 MOST_ROWS = 8192  # of a step, unless there are more sequences
 BUNCHES = 1.25  # what a step needs above the mean, since answers end, and prompts come in, in bunches
-FULL = 0.95  # of the KV cache, on average, is full: beyond it, ever more sequences give way
+FULL = 0.97  # of the cache, on average: an engine gets some points less, as whoever waits needs room for all it has
 
 
 @dataclass(frozen=True, slots=True)

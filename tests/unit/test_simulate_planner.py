@@ -41,8 +41,8 @@ def test_sequences_are_the_budget_over_their_length():
     sized = make_plan(deployment("llama-2-13b", "a100-80g"), lengths)
     d = sized.deployment
     assert sized.by_final_length == d.kv_tokens // 800
-    # Somewhere between 500 and 800 tokens each, and half a block: 0.95 of the cache for so many that chance evens out.
-    assert sized.expected == pytest.approx(0.95 * d.kv_tokens / (500 + 150 + 8), abs=2)
+    # Somewhere between 500 and 800 tokens each, and half a block: 0.97 of the cache for so many that chance evens out.
+    assert sized.expected == pytest.approx(0.97 * d.kv_tokens / (500 + 150 + 8), abs=2)
     assert sized.safe == d.kv_tokens // 800
     assert sized.worst == d.kv_tokens // 4096
     assert d.max_num_seqs == sized.safe

@@ -92,7 +92,7 @@ def test_tokens_of_several_characters(tmp_path: Path):
     """The built-in model's own tokens, whose borders are nowhere near JSON's."""
     tokenizer = load_tokenizer(resolve("smollm2"))
     save_tiny_model(tmp_path, backend=tokenizer._backend, eos_token_id=tokenizer.eos_token_ids[0])
-    schemas = random_schemas(20, seed=1)
+    schemas = random_schemas(10, seed=1)
     outputs, _ = run(tmp_path, schema_specs(schemas))
     check(schemas, outputs)
 

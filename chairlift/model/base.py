@@ -11,20 +11,22 @@ from chairlift.model.config import ModelConfig
 
 
 class Decoder(Protocol):
-    """A decoder-only language model with its weights loaded.
-
-    Attributes:
-        config: its sizes.
-        embedding: [vocab_size, hidden_size]; tells device and dtype.
-        weight_bytes: bytes of all weights.
-    """
+    """A decoder-only language model with its weights loaded."""
 
     @property
-    def config(self) -> ModelConfig: ...
+    def config(self) -> ModelConfig:
+        """Its sizes."""
+        ...
+
     @property
-    def embedding(self) -> Tensor: ...
+    def embedding(self) -> Tensor:
+        """[vocab_size, hidden_size]; tells device and dtype."""
+        ...
+
     @property
-    def weight_bytes(self) -> int: ...
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        ...
 
     def __call__(
         self,

@@ -30,8 +30,9 @@ from chairlift.model.kernels.decoder import (
     run_head,
     run_step,
 )
-from chairlift.model.kernels.products import BLOCK_COLUMNS, BLOCK_ROWS, LANES, WORD_BYTES, Words, pack, uses_tiles
+from chairlift.model.kernels.products import BLOCK_COLUMNS, BLOCK_ROWS, WORD_BYTES, Words, pack, uses_tiles
 from chairlift.model.kernels.products import unsupported as unsupported_precision
+from chairlift.model.kernels.simd import LANES
 from chairlift.model.kernels.threads import COUNTER
 from chairlift.model.layers import Linear
 from chairlift.model.llama import CausalLM, DecoderLayer
@@ -118,8 +119,9 @@ class FusedCausalLM:
         self._counters[:] = 0
         scale = np.float32(self._attention.scale * LOG2_E)
         self._run(
-            run_step, self._kind, self._sizes, np.float32(self.config.rms_norm_eps), scale, self._weights, self._buffers, step,
-            Cache(_flat(kv_caches.keys), _flat(kv_caches.values)), self._counters, self.times, self._config,
+            run_step, self._kind, self._sizes, np.float32(self.config.rms_norm_eps), scale, self._weights,
+            self._buffers, step, Cache(_flat(kv_caches.keys), _flat(kv_caches.values)), self._counters, self.times,
+            self._config,
         )  # fmt: skip
         hidden: Tensor = torch.from_numpy(self._buffers.hidden).view(-1, self.config.hidden_size)[:rows]
         return hidden
@@ -172,12 +174,9 @@ class FusedCausalLM:
     def _make_buffers(self, rows: int) -> Buffers:
         """Room for so many rows; more than the last time, if they grow, so that they do not grow at every step."""
         rows = -(-rows // BLOCK_ROWS) * BLOCK_ROWS
-        sizes, made = self._sizes, np.dtype(np.float32)
-        taken = {kinds.Float32: np.dtype(np.float32)}.get(type(self._kind), np.dtype(np.int16))
-        if is_quantized(self._kind):
-            taken = np.dtype(np.uint8)
-        else:
-            made = taken
+        sizes = self._sizes
+        taken: type[np.generic] = np.uint8 if is_quantized(self._kind) else _bits(self.embedding).dtype.type
+        made = np.float32 if is_quantized(self._kind) else taken
         attended = sizes.num_heads * sizes.head_dim
         widest = max(sizes.hidden, attended, sizes.inner)
         return Buffers(

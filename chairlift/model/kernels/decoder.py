@@ -4,23 +4,24 @@ Between its first and its last line no thread comes back to Python: with thirty 
 call costs would be more than what it computes. All threads run the same program, claim pieces of each stage, and meet
 where the next stage needs what others made::
 
-    norm | qkv | rotate, write keys and values | attention | output + residual | norm | gate and up, SwiGLU | down + residual
+    norm | qkv | rotate, write keys and values | attention | output + residual |
+    norm | gate and up, SwiGLU | down + residual
 
 The residual stream is float32 whatever the weights are.
 """
 
+# ruff: noqa: ARG001 -- the variants of an operation take the same arguments, whichever they need.
+
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 from numba.extending import overload
 
-from chairlift.model.kernels import kinds, paged_attention, products, rows, simd, threads, tiles
-from chairlift.model.kernels.compiling import compiled
+from chairlift.model.kernels import kinds, products, tiles
+from chairlift.model.kernels.compiling import SOURCE_DIGEST, compiled
 from chairlift.model.kernels.kinds import in_tiles, is_quantized
 from chairlift.model.kernels.paged_attention import Shape, fetch_first, make_scratch, merge_partials, run_item
 from chairlift.model.kernels.products import BLOCK_COLUMNS, BLOCK_ROWS
@@ -28,19 +29,13 @@ from chairlift.model.kernels.rows import embed, gated, normalize, rotate, write_
 from chairlift.model.kernels.simd import LANES, fma, load, load_difference, prefetch, splat, store
 from chairlift.model.kernels.threads import claim, meet, ticks
 
-DIGEST = "".join(
-    (hashlib.sha256(Path(__file__).read_bytes()).hexdigest(), simd.SOURCE_DIGEST, threads.SOURCE_DIGEST,
-     tiles.SOURCE_DIGEST, products.SOURCE_DIGEST, rows.SOURCE_DIGEST, paged_attention.SOURCE_DIGEST)
-)  # fmt: skip
-"""Numba keys its cache of compiled code by the file that a kernel stands in; this kernel stands in many."""
-
 QKV, ATTENTION, MERGES, OUTPUT, GATE_UP, DOWN = range(6)
-FEW_ROWS = 64
-CHUNK_WORDS = 144
-"""With more rows than a few, weights are used often, and are multiplied in chunks of so many words: what a block of rows
-and a unit of weights need then stays in the first-level cache."""
 STAGES_PER_LAYER = 6
 """Stages whose pieces are claimed."""
+FEW_ROWS = 64
+CHUNK_WORDS = 144
+"""With more rows than a few, weights are used often, and are multiplied in chunks of so many words: what a block of
+rows and a unit of weights need then stays in the first-level cache."""
 
 STAGES = ("norm", "qkv", "rotate", "attention", "output", "gate_up", "down", "quantize")
 """What a step's time goes to; waiting for the slower threads of a stage belongs to it."""
@@ -67,8 +62,8 @@ class Weights(NamedTuple):
 
     The packed ones lie in the order in which a step reads them: of each layer qkv, output, gate and up (a strip of the
     gate beside the strip of the same columns of up), down. For int8, ``scales`` (float32) and ``offsets`` (int32, what
-    unsigned activations add to its sums) hold each column's, in the same order; else they are empty. Norms and biases are float32, [layers × width],
-    empty where the model has none.
+    unsigned activations add to its sums) hold each column's, in the same order; else they are empty. Norms and biases
+    are float32, [layers × width], empty where the model has none.
     """
 
     embedding: Any
@@ -141,70 +136,70 @@ class Cache(NamedTuple):
 # ---- by kind ----
 
 
-def begin(kind, config, kept):  # type: ignore[no-untyped-def]  # pragma: no cover
+def begin(kind, config, kept):  # pragma: no cover
     """Sets a thread's tiles up."""
     raise NotImplementedError
 
 
 @overload(begin)
-def _begin(kind, config, kept):  # type: ignore[no-untyped-def]
+def _begin(kind, config, kept):
     keep, configure = tiles.keep_configuration, tiles.configure
 
-    def set_up(kind, config, kept):  # type: ignore[no-untyped-def]
+    def set_up(kind, config, kept):
         keep(kept)
         configure(config)
 
-    def nothing(kind, config, kept):  # type: ignore[no-untyped-def]
+    def nothing(kind, config, kept):
         pass
 
     return set_up if in_tiles(kind) else nothing
 
 
-def end(kind, kept):  # type: ignore[no-untyped-def]  # pragma: no cover
+def end(kind, kept):  # pragma: no cover
     """Puts a thread's tiles back."""
     raise NotImplementedError
 
 
 @overload(end)
-def _end(kind, kept):  # type: ignore[no-untyped-def]
+def _end(kind, kept):
     configure = tiles.configure
 
-    def put_back(kind, kept):  # type: ignore[no-untyped-def]
+    def put_back(kind, kept):
         configure(kept)
 
-    def nothing(kind, kept):  # type: ignore[no-untyped-def]
+    def nothing(kind, kept):
         pass
 
     return put_back if in_tiles(kind) else nothing
 
 
-def words_of(kind, made, activations):  # type: ignore[no-untyped-def]  # pragma: no cover
+def words_of(kind, made, activations):  # pragma: no cover
     """What a product takes: what a stage made, or for int8 what it was quantized to."""
     raise NotImplementedError
 
 
 @overload(words_of)
-def _words_of(kind, made, activations):  # type: ignore[no-untyped-def]
-    def as_made(kind, made, activations):  # type: ignore[no-untyped-def]
+def _words_of(kind, made, activations):
+    def as_made(kind, made, activations):
         return made.view(np.int32)
 
-    def as_quantized(kind, made, activations):  # type: ignore[no-untyped-def]
+    def as_quantized(kind, made, activations):
         return activations.view(np.int32)
 
     return as_quantized if is_quantized(kind) else as_made
 
 
-def quantize_rows(kind, made, width, activations, scales, first, last):  # type: ignore[no-untyped-def]  # pragma: no cover
+def quantize_rows(kind, made, width, activations, scales, first, last):  # pragma: no cover
     """Makes activations of a thread's rows of what a stage made, and says whether there was something to do."""
     raise NotImplementedError
 
 
 @overload(quantize_rows)
-def _quantize_rows(kind, made, width, activations, scales, first, last):  # type: ignore[no-untyped-def]
-    def nothing(kind, made, width, activations, scales, first, last):  # type: ignore[no-untyped-def]
+def _quantize_rows(kind, made, width, activations, scales, first, last):
+    def nothing(kind, made, width, activations, scales, first, last):
         return False
 
-    def quantize(kind, made, width, activations, scales, first, last):  # type: ignore[no-untyped-def]
+    def quantize(kind, made, width, activations, scales, first, last):
         for row in range(first, last):
             write_row(kind, made, row * width, width, activations, row * width, scales, row)
         return True
@@ -212,17 +207,17 @@ def _quantize_rows(kind, made, width, activations, scales, first, last):  # type
     return quantize if is_quantized(kind) else nothing
 
 
-def unit_product(kind, a, packed, scales, unit, num_rows, width, numbers):  # type: ignore[no-untyped-def]  # pragma: no cover
+def unit_product(kind, a, packed, scales, unit, num_rows, width, numbers):  # pragma: no cover
     """Sets ``numbers`` [rows, 32] float32 to the product of all rows and one unit, which is a pair of strips."""
     raise NotImplementedError
 
 
 @overload(unit_product)
-def _unit_product(kind, a, packed, scales, unit, num_rows, width, numbers):  # type: ignore[no-untyped-def]
+def _unit_product(kind, a, packed, scales, unit, num_rows, width, numbers):
     product = products.product_of(kinds.PRECISIONS[kind.instance_class], in_tiles=in_tiles(kind))
 
     @compiled
-    def multiply(a, weights, wi, num_rows, words, numbers):  # type: ignore[no-untyped-def]
+    def multiply(a, weights, wi, num_rows, words, numbers):
         chunk = words
         if num_rows > FEW_ROWS:
             chunk = -(-words // -(-words // CHUNK_WORDS) // LANES) * LANES
@@ -234,11 +229,11 @@ def _unit_product(kind, a, packed, scales, unit, num_rows, width, numbers):  # t
                     words * LANES, numbers, row * BLOCK_COLUMNS, first > 0,
                 )  # fmt: skip
 
-    def plain(kind, a, packed, scales, unit, num_rows, width, numbers):  # type: ignore[no-untyped-def]
+    def plain(kind, a, packed, scales, unit, num_rows, width, numbers):
         words = width // kind.per_word
         multiply(a, packed.words, packed.first_word + unit * BLOCK_COLUMNS * words, num_rows, words, numbers)
 
-    def scaled(kind, a, packed, scales, unit, num_rows, width, numbers):  # type: ignore[no-untyped-def]
+    def scaled(kind, a, packed, scales, unit, num_rows, width, numbers):
         words = width // kind.per_word
         integers = numbers.view(np.int32)
         multiply(a, packed.words, packed.first_word + unit * BLOCK_COLUMNS * words, num_rows, words, integers)
@@ -258,7 +253,7 @@ def _unit_product(kind, a, packed, scales, unit, num_rows, width, numbers):  # t
 
 
 @compiled
-def _product(kind, a, num_rows, width, packed, c, columns, stride, add, scales, numbers, counters, stage):  # type: ignore[no-untyped-def]
+def _product(kind, a, num_rows, width, packed, c, columns, stride, add, scales, numbers, counters, stage):
     """Sets ``c`` [rows, columns], ``stride`` numbers from row to row, to a product of activations, or adds it."""
     one = splat(np.float32(1))
     unit = claim(counters, stage)
@@ -275,7 +270,7 @@ def _product(kind, a, num_rows, width, packed, c, columns, stride, add, scales, 
 
 
 @compiled
-def _gated_product(kind, a, num_rows, width, packed, inner, columns, scales, numbers, counters, stage):  # type: ignore[no-untyped-def]
+def _gated_product(kind, a, num_rows, width, packed, inner, columns, scales, numbers, counters, stage):
     """Sets ``inner`` [rows, columns] to SiLU of the gate times up."""
     unit = claim(counters, stage)
     while unit < columns // LANES:
@@ -287,7 +282,7 @@ def _gated_product(kind, a, num_rows, width, packed, inner, columns, scales, num
 
 
 @compiled
-def _rotate(row, layer, sizes, eps, qkv, bias, q_norm, k_norm, cos, sin):  # type: ignore[no-untyped-def]
+def _rotate(row, layer, sizes, eps, qkv, bias, q_norm, k_norm, cos, sin):
     """Biases, norms of the heads and rotation of one row."""
     dim, half, first = sizes.head_dim, sizes.head_dim // 2, row * sizes.qkv
     if len(bias):
@@ -302,7 +297,7 @@ def _rotate(row, layer, sizes, eps, qkv, bias, q_norm, k_norm, cos, sin):  # typ
 
 
 @compiled
-def _expect(base, slot, sizes, keys, values):  # type: ignore[no-untyped-def]
+def _expect(base, slot, sizes, keys, values):
     """Asks for the memory of a slot that is written soon: the keys of one token lie as far apart as a block is long."""
     dim, block_size = sizes.head_dim, sizes.block_size
     first = base + slot // block_size * sizes.num_kv_heads * dim * block_size
@@ -315,7 +310,7 @@ def _expect(base, slot, sizes, keys, values):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _write(row, base, slot, sizes, qkv, keys, values, rounded):  # type: ignore[no-untyped-def]
+def _write(row, base, slot, sizes, qkv, keys, values, rounded):
     """Keys and values of one row into their slot of the layer's cache, which begins at ``base``."""
     dim, num_kv, block_size = sizes.head_dim, sizes.num_kv_heads, sizes.block_size
     first = row * sizes.qkv + sizes.num_heads * dim
@@ -331,7 +326,7 @@ def _write(row, base, slot, sizes, qkv, keys, values, rounded):  # type: ignore[
 
 
 @compiled
-def _attend(layer, sizes, scale, qkv, step, cache, attended, scratch, counters, stage, meetings):  # type: ignore[no-untyped-def]
+def _attend(layer, sizes, scale, qkv, step, cache, attended, scratch, counters, stage, meetings):
     """The attention of one layer."""
     shape = Shape(
         sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.block_size, step.windows[layer], sizes.tile
@@ -360,14 +355,14 @@ def _attend(layer, sizes, scale, qkv, step, cache, attended, scratch, counters, 
 
 
 @compiled
-def _words(sizes: Any, per_word: int) -> int:
+def _words(sizes, per_word):
     """Packed words of one layer."""
     numbers = sizes.hidden * (sizes.qkv + sizes.num_heads * sizes.head_dim + 3 * sizes.inner)
-    return numbers // per_word  # type: ignore[no-any-return]
+    return numbers // per_word
 
 
 @compiled
-def _behind(packed: Any, columns: int, width: int, per_word: int) -> Any:
+def _behind(packed, columns, width, per_word):
     """The projection that lies behind one of this size."""
     return Packed(
         packed.words, packed.scales, packed.offsets, packed.first_word + columns * width // per_word,
@@ -376,7 +371,7 @@ def _behind(packed: Any, columns: int, width: int, per_word: int) -> Any:
 
 
 @compiled
-def _norm_rows(kind, first, last, width, weight, wi, eps, x, activations, scales, row):  # type: ignore[no-untyped-def]
+def _norm_rows(kind, first, last, width, weight, wi, eps, x, activations, scales, row):
     """Norms a thread's rows of the residual stream and makes activations of them."""
     for r in range(first, last):
         normalize(x, r * width, weight, wi, width, eps, row, 0)
@@ -384,7 +379,7 @@ def _norm_rows(kind, first, last, width, weight, wi, eps, x, activations, scales
 
 
 @compiled
-def _meet(counters, count, meetings, times, stage, since):  # type: ignore[no-untyped-def]
+def _meet(counters, count, meetings, times, stage, since):
     """Waits for the others, and notes how long the stage took."""
     meetings = meet(counters, count, meetings)
     now = ticks()
@@ -397,7 +392,7 @@ def _build(digest: str, *, cache: bool) -> tuple[Any, Any]:
     entry = njit(nogil=True, cache=cache, error_model="numpy", boundscheck=False)
 
     @entry
-    def run_step(thread, kind, sizes, eps, scale, weights, buffers, step, cache, counters, all_times, config):  # type: ignore[no-untyped-def]
+    def run_step(thread, kind, sizes, eps, scale, weights, buffers, step, cache, counters, all_times, config):
         """One thread's part of a step, up to the final norm, into ``buffers.hidden``. All threads have to call it.
 
         ``counters`` has (1 + STAGES_PER_LAYER × layers) × COUNTER zeros; ``all_times`` [threads, stages] int64 is added
@@ -453,7 +448,8 @@ def _build(digest: str, *, cache: bool) -> tuple[Any, Any]:
             _norm_rows(kind, first, last, hidden, weights.mlp_norm, layer * hidden, eps, x, activations, scales, row)
             meetings, since = _meet(counters, count, meetings, times, NORM, since)
             _gated_product(
-                kind, words, num_rows, hidden, packed, buffers.inner, sizes.inner, scales, numbers, counters, stage + GATE_UP,
+                kind, words, num_rows, hidden, packed, buffers.inner, sizes.inner, scales, numbers, counters,
+                stage + GATE_UP,
             )  # fmt: skip
             packed = _behind(packed, 2 * sizes.inner, hidden, kind.per_word)
             meetings, since = _meet(counters, count, meetings, times, T_GATE_UP, since)
@@ -486,7 +482,7 @@ def _build(digest: str, *, cache: bool) -> tuple[Any, Any]:
         stride,
         counters,
         config,
-    ):  # type: ignore[no-untyped-def]
+    ):
         """One thread's part of the logits [num_rows, columns] of hidden states [num_rows, width], float32 both.
 
         All threads have to call it.
@@ -520,7 +516,7 @@ def _build(digest: str, *, cache: bool) -> tuple[Any, Any]:
 
 
 try:
-    run_step, run_head = _build(DIGEST, cache=True)
+    run_step, run_head = _build(SOURCE_DIGEST, cache=True)
 except RuntimeError:
     # There is no folder that Numba may write to: every start compiles anew.
-    run_step, run_head = _build(DIGEST, cache=False)
+    run_step, run_head = _build(SOURCE_DIGEST, cache=False)

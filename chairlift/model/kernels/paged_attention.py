@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit, prange
 
-from chairlift.model.kernels.compiling import compiled
+from chairlift.model.kernels.compiling import SOURCE_DIGEST, compiled
 from chairlift.model.kernels.simd import (
     LANES,
-    SOURCE_DIGEST,
     broadcast,
     exp2,
     fma,

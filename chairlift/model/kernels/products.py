@@ -15,10 +15,8 @@ A product computes a block: up to 32 rows of activations by two strips, all of K
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,10 +34,8 @@ STRIPS = 2
 BLOCK_COLUMNS = STRIPS * LANES
 WORD_BYTES = 4
 
-SOURCE_DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest() + tiles.SOURCE_DIGEST
-
 # The instructions below are given by name, which LLVM has to read.
-binding.initialize_native_asmparser()  # type: ignore[no-untyped-call]
+binding.initialize_native_asmparser()
 
 Words = npt.NDArray[np.int32]
 
@@ -70,7 +66,7 @@ def pack(weights: npt.NDArray[Any]) -> Words:
 def _fma_float32(builder: Any, sums: Any, word: Any, weights: Any) -> Any:
     name = f"llvm.fmuladd.v{LANES}f32"
     kind = ir.FunctionType(_F32X16, [_F32X16] * 3)
-    function = cgutils.get_or_insert_function(builder.module, kind, name)  # type: ignore[no-untyped-call]
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
     return builder.call(function, [builder.bitcast(word, _F32X16), builder.bitcast(weights, _F32X16), sums])
 
 
@@ -107,7 +103,7 @@ def _vector_block(rows: int, multiply_add: Callable[..., Any], sums_type: Any) -
                 )
                 for row, column in cells
             ]
-            sums = [cgutils.alloca_once(builder, sums_type) for _ in cells]  # type: ignore[no-untyped-call]
+            sums = [cgutils.alloca_once(builder, sums_type) for _ in cells]
             with builder.if_else(add_) as (kept, cleared):
                 with kept:
                     for place, total in zip(places, sums, strict=True):
@@ -116,7 +112,7 @@ def _vector_block(rows: int, multiply_add: Callable[..., Any], sums_type: Any) -
                     for total in sums:
                         builder.store(sums_type(None), total)
             zeros = ir.Constant(_I32X16, [0] * LANES)
-            with cgutils.for_range(builder, words_) as loop:  # type: ignore[no-untyped-call]
+            with cgutils.for_range(builder, words_) as loop:
                 word = builder.add(wi_, builder.mul(loop.index, i64(LANES)))
                 read = [
                     builder.load(_address(context, builder, weights, w_, place, _I32X16), align=WORD_BYTES)
@@ -144,7 +140,7 @@ def _vector_product(multiply_add: Callable[..., Any], sums_type: Any) -> Any:
     eight, four, two, one = (_vector_block(rows, multiply_add, sums_type) for rows in (8, 4, 2, 1))
 
     @compiled
-    def product(a, ai, stride, rows, weights, wi, words, strip, c, ci, add):  # type: ignore[no-untyped-def]
+    def product(a, ai, stride, rows, weights, wi, words, strip, c, ci, add):
         """Computes a block; see :func:`product_of`."""
         row = 0
         while row < rows:
@@ -176,7 +172,7 @@ def _tile_product(multiply: Any) -> Any:
     clear, step = tiles.clear_block, tiles.TILE_ROWS
 
     @compiled
-    def product(a, ai, stride, rows, weights, wi, words, strip, c, ci, add):  # type: ignore[no-untyped-def]
+    def product(a, ai, stride, rows, weights, wi, words, strip, c, ci, add):
         """Computes a block, of 16 or 32 rows whatever ``rows`` is; see :func:`product_of`."""
         whole = rows > step
         if add and whole:

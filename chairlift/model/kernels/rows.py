@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,8 +25,6 @@ from chairlift.model.kernels.simd import (
     store_uint8,
     total,
 )
-
-SOURCE_DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 LOG2_E = np.float32(1.4426950408889634)
 # Beyond this 2^x is no float32 any more, and 1 + 2^x long as good as 2^x.
@@ -58,19 +54,19 @@ def normalize(x: Any, xi: int, weight: Any, wi: int, size: int, eps: float, row:
         store(row, ri + i, fma(fma(load(x, xi + i), factor, zero), load(weight, wi + i), zero))
 
 
-def write_row(kind, source, si, size, activations, ai, scales, row):  # type: ignore[no-untyped-def]  # pragma: no cover
+def write_row(kind, source, si, size, activations, ai, scales, row):  # pragma: no cover
     """Writes float32 numbers as a product takes them; int8 is scaled by the row's largest number."""
     raise NotImplementedError
 
 
 @overload(write_row)
-def _write_row(kind, source, si, size, activations, ai, scales, row):  # type: ignore[no-untyped-def]
-    def rounded(kind, source, si, size, activations, ai, scales, row):  # type: ignore[no-untyped-def]
+def _write_row(kind, source, si, size, activations, ai, scales, row):
+    def rounded(kind, source, si, size, activations, ai, scales, row):
         zero, one = splat(np.float32(0)), splat(np.float32(1))
         for i in range(0, size, LANES):
             store(activations, ai + i, fma(load(source, si + i), one, zero))
 
-    def quantized(kind, source, si, size, activations, ai, scales, row):  # type: ignore[no-untyped-def]
+    def quantized(kind, source, si, size, activations, ai, scales, row):
         zero, minus = splat(np.float32(0)), splat(np.float32(-1))
         peak = splat(TINY)
         for i in range(0, size, LANES):

@@ -10,10 +10,8 @@ Arrays are flat and contiguous, of float32, or of int16 that holds the bits of b
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
@@ -21,10 +19,6 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic, models, register_model
 
 LANES = 16
-
-# Numba keys its cache of compiled code by the file that a kernel stands in. Kernels capture this, so that a change
-# here compiles them anew.
-SOURCE_DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 _I16 = ir.VectorType(ir.IntType(16), LANES)
 _I32 = ir.VectorType(ir.IntType(32), LANES)

@@ -10,9 +10,7 @@ Counters live in an int64 array, each in a cache line of its own, and are zeroed
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
@@ -27,8 +25,6 @@ SPINS = 2000
 """Turns that a thread waits for the others before it lets another process have its core: tens of microseconds. Whom it
 waits for may be off its core, and then nothing is gained by holding this one."""
 
-SOURCE_DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-
 _I64 = ir.IntType(64)
 
 
@@ -37,7 +33,7 @@ def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any
 
 
 def _call(builder: Any, result: Any, name: str) -> None:
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, []), name)  # type: ignore[no-untyped-call]
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, []), name)
     builder.call(function, [])
 
 
@@ -75,27 +71,27 @@ def ticks(typing_context: Any) -> tuple[Any, Callable[..., Any]]:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = ir.FunctionType(_I64, [])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.readcyclecounter")  # type: ignore[no-untyped-call]
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.readcyclecounter")
         return builder.call(function, [])
 
     return types.int64(), generate
 
 
 @compiled
-def claim(counters: Any, stage: int) -> int:
+def claim(counters, stage):
     """The next piece of a stage that nobody has taken: 0, 1, 2 and so on, without end. Stage 0 is the barriers' own."""
-    return _add(counters, stage * COUNTER, 1)  # type: ignore[call-arg, return-value]
+    return _add(counters, stage * COUNTER, 1)
 
 
 @compiled
-def meet(counters: Any, threads: int, times: int) -> int:
+def meet(counters, threads, times):
     """Waits until all threads are here. ``times`` is how often they have met before; returns how often by now."""
     times += 1
     if threads > 1:
-        _add(counters, 0, 1)  # type: ignore[call-arg]
+        _add(counters, 0, 1)
         spins = 0
-        while _read(counters, 0) < threads * times:  # type: ignore[call-arg, operator]
+        while _read(counters, 0) < threads * times:
             spins += 1
             if spins > SPINS:
-                _yield_core()  # type: ignore[call-arg]
+                _yield_core()
     return times

@@ -10,11 +10,9 @@ put back afterwards.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import platform
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,10 +25,8 @@ TILE_BYTES = 64
 CONFIG_BYTES = 64
 BLOCK_COLUMNS = 32
 AHEAD = 32
-"""Words that rows are asked for before they are needed, two steps: a tile whose rows come from the second-level cache takes
-half as long again to load."""
-
-SOURCE_DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+"""Words that rows are asked for before they are needed, two steps: a tile whose rows come from the second-level cache
+takes half as long again to load."""
 
 # Linux hands out the tiles' state only to processes that ask: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
 _SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18

@@ -12,63 +12,20 @@ what happened in them; a failure names the life, and ``--first LIFE --steps 1`` 
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "property"))
 
-from test_scheduling import (
-    LONGEST_TAIL,
-    NTH,
-    OPTIONS,
-    POOLS,
-    REQUESTS,
-    TAIL_TOKENS,
-    ContinuousMachine,
-    SchedulerMachine,
-    StaticMachine,
-)
+from test_scheduling import ContinuousMachine, SchedulerMachine, StaticMachine, live
 
-SHORTEST_LIFE, LONGEST_LIFE = 10, 200  # acts
-MOST_OPEN = 40  # requests at once: more only wait
 REPORT_EVERY = 50_000  # steps
 
 
-def draw(table: dict[str, Sequence[Any]], rng: random.Random) -> dict[str, Any]:
-    return {name: rng.choice(values) for name, values in table.items()}
-
-
-def act(machine: SchedulerMachine, rng: random.Random) -> None:
-    """One thing that happens to a scheduler."""
-    if not machine.open or (rng.random() < 0.3 and len(machine.open) < MOST_OPEN):
-        tail = rng.choices(TAIL_TOKENS, k=rng.randint(1, LONGEST_TAIL))
-        machine.add(**draw(REQUESTS, rng), tail=tail)
-        return
-    acts: tuple[tuple[Callable[[], None], int], ...] = (
-        (lambda: machine.steps(rng.randint(1, 4)), 12),
-        (lambda: machine.abort(rng.choice(NTH)), 1),
-        (lambda: machine.step_with_abort_in_flight(rng.choice(NTH)), 1),
-        (lambda: machine.step_that_some_cannot_go_on_after(rng.choices(NTH, k=rng.randint(1, 3))), 1),
-        (machine.executor_fails, 2),
-    )
-    [chosen] = rng.choices([act for act, _ in acts], [weight for _, weight in acts])
-    chosen()
-
-
-def live(kind: type[SchedulerMachine], rng: random.Random, counts: Counter[str]) -> None:
-    """One scheduler, from its beginning until every request has ended."""
-    machine = kind()
-    machine.start(**draw(POOLS, rng), options=draw(OPTIONS, rng))
-    for _ in range(rng.randint(SHORTEST_LIFE, LONGEST_LIFE)):
-        act(machine, rng)
-        machine.books_add_up()
-    machine.teardown()
+def count(machine: SchedulerMachine, counts: Counter[str]) -> None:
     for plan in machine.executor.plans:
         counts["steps"] += 1
         counts["rows"] += plan.rows.total
@@ -87,11 +44,12 @@ def run(kind: type[SchedulerMachine], steps: float, first: int) -> None:
     started, reported, seed = time.monotonic(), 0, first
     while counts["steps"] < steps:
         try:
-            live(kind, random.Random(seed), counts)
+            machine = live(kind, seed)
         except BaseException:
             print(f"{kind.__name__}, life {seed}:", file=sys.stderr)
             raise
         seed += 1
+        count(machine, counts)
         if counts["steps"] >= min(reported + REPORT_EVERY, steps):
             reported = counts["steps"]
             so_far = ", ".join(f"{value:,} {name}" for name, value in counts.items())

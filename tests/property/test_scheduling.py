@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -274,8 +275,61 @@ class StaticMachine(SchedulerMachine):
         assert len({len(chunk.token_ids) for chunk in plan.chunks}) == 1, "rows of different length"
 
 
+# ---- the same lives, driven by a plain generator ----
+# Many times as fast as Hypothesis, which keeps all it takes to shrink a failure; a failing life is told by its seed.
+
+SHORTEST_LIFE, LONGEST_LIFE = 10, 200  # acts
+MOST_OPEN = 40  # requests at once: more only wait
+
+
+def draw(table: dict[str, Sequence[Any]], rng: random.Random) -> dict[str, Any]:
+    return {name: rng.choice(values) for name, values in table.items()}
+
+
+def act(machine: SchedulerMachine, rng: random.Random) -> None:
+    """One thing that happens to a scheduler."""
+    if not machine.open or (rng.random() < 0.3 and len(machine.open) < MOST_OPEN):
+        tail = rng.choices(TAIL_TOKENS, k=rng.randint(1, LONGEST_TAIL))
+        machine.add(**draw(REQUESTS, rng), tail=tail)
+        return
+    acts: tuple[tuple[Callable[[], None], int], ...] = (
+        (lambda: machine.steps(rng.randint(1, 4)), 12),
+        (lambda: machine.abort(rng.choice(NTH)), 1),
+        (lambda: machine.step_with_abort_in_flight(rng.choice(NTH)), 1),
+        (lambda: machine.step_that_some_cannot_go_on_after(rng.choices(NTH, k=rng.randint(1, 3))), 1),
+        (machine.executor_fails, 2),
+    )
+    [chosen] = rng.choices([act for act, _ in acts], [weight for _, weight in acts])
+    chosen()
+
+
+def live(kind: type[SchedulerMachine], seed: int) -> SchedulerMachine:
+    """One scheduler, from its beginning until every request has ended."""
+    rng = random.Random(seed)
+    machine = kind()
+    machine.start(**draw(POOLS, rng), options=draw(OPTIONS, rng))
+    for _ in range(rng.randint(SHORTEST_LIFE, LONGEST_LIFE)):
+        act(machine, rng)
+        machine.books_add_up()
+    machine.teardown()
+    return machine
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_steps", "least_preempted"), [(ContinuousMachine, 15_000, 150), (StaticMachine, 5_000, 0)]
+)
+def test_thousands_of_lives(kind: type[SchedulerMachine], num_steps: int, least_preempted: int) -> None:
+    steps = preempted = seed = 0
+    while steps < num_steps:
+        plans = live(kind, seed).executor.plans
+        steps += len(plans)
+        preempted += sum(len(plan.preempted) for plan in plans)
+        seed += 1
+    assert preempted >= least_preempted
+
+
 SETTINGS = settings(
-    max_examples=400, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=200, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestContinuous = ContinuousMachine.TestCase
 TestContinuous.settings = SETTINGS

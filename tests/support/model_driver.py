@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from chairlift.model.attention.base import BatchLayout, LayerKV
+from chairlift.model.attention.base import AttentionBackend, BatchLayout, LayerKVs
 from chairlift.model.attention.reference import ReferenceAttention
-from chairlift.model.llama import CausalLM
+from chairlift.model.base import Decoder
 
 
 @dataclass
@@ -30,7 +31,13 @@ class Generation:
 
 
 def generate(
-    model: CausalLM, prompts: Sequence[Sequence[int]], num_tokens: int, *, chunk: int = 7, block_size: int = 4
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    *,
+    chunk: int = 7,
+    block_size: int = 4,
+    attention: AttentionBackend[Any] | None = None,
 ) -> list[Generation]:
     """Runs all prompts together, the i-th from step i on, so that steps mix chunks of prompts with decoding rows."""
     config, weight = model.config, model.embedding
@@ -41,20 +48,19 @@ def generate(
         Generation(list(prompt), len(prompt), list(range(num_blocks - 1 - i, -1, -len(prompts))))
         for i, prompt in enumerate(prompts)
     ]
-    kv_caches = [
-        LayerKV(
-            key=weight.new_full((num_blocks, config.num_kv_heads, config.head_dim, block_size), float("nan")),
-            value=weight.new_full((num_blocks, config.num_kv_heads, block_size, config.head_dim), float("nan")),
-        )
-        for _ in range(config.num_layers)
-    ]
-    attention = ReferenceAttention(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=block_size,
-        dtype=weight.dtype,
+    shape = (config.num_layers, num_blocks, config.num_kv_heads)
+    kv_caches = LayerKVs(
+        weight.new_full((*shape, config.head_dim, block_size), float("nan")),
+        weight.new_full((*shape, block_size, config.head_dim), float("nan")),
     )
+    if attention is None:
+        attention = ReferenceAttention(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=block_size,
+            dtype=weight.dtype,
+        )
     step = 0
     while running := [s for s in sequences[: step + 1] if len(s.generated) < num_tokens]:
         _step(model, kv_caches, attention, running, chunk, block_size)
@@ -63,9 +69,9 @@ def generate(
 
 
 def _step(
-    model: CausalLM,
-    kv_caches: list[LayerKV],
-    attention: ReferenceAttention,
+    model: Decoder,
+    kv_caches: LayerKVs,
+    attention: AttentionBackend[Any],
     running: list[Generation],
     chunk: int,
     block_size: int,
@@ -98,7 +104,7 @@ def _step(
         attention,
         attention.prepare(layout),
     )
-    logits = model.logits(hidden[starts[1:] - 1]).cpu()
+    logits = model.logits(hidden[starts[1:] - 1]).cpu().clone()  # fused models keep them until the next step only
     for sequence, row in zip(running, logits, strict=True):
         if sequence.computed == len(sequence.tokens):
             sequence.logits.append(row)

@@ -1,0 +1,224 @@
+"""Fused steps against the plain model, and the products they are made of against NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from numba import njit
+from support.model_driver import generate
+
+from chairlift.config import ConfigError
+from chairlift.model.attention.cpu import CpuAttention
+from chairlift.model.attention.reference import ReferenceAttention
+from chairlift.model.config import read_config
+from chairlift.model.fused import FusedCausalLM, unsupported
+from chairlift.model.kernels import products, tiles
+from chairlift.model.llama import CausalLM
+from chairlift.model.registry import fit_to_cpu, load_model
+from chairlift.model.source import resolve
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 6
+# Chunks of 40 and more fill blocks of 32 rows and leave some over; steps mix them with decoding rows.
+PROMPTS = [list(range(1, 4)), [(7 * i) % 90 for i in range(75)], [(3 * i) % 90 for i in range(130)]]
+BASE = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (transformers.LlamaConfig, {}),
+    "llama-tied-mha": (transformers.LlamaConfig, {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "llama-dynamic": (
+        transformers.LlamaConfig,
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "max_position_embeddings": 64},
+    ),
+    "mistral-window": (transformers.MistralConfig, {"sliding_window": 21}),
+    "qwen2-two-windows": (
+        transformers.Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 32}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def saved(directory: Path, family: str = "llama", **more: Any) -> Path:
+    """A model whose every number is random, biases and norms too."""
+    kind, changes = FAMILIES[family]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(kind(**BASE | changes | more), dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(std=0.2)
+    model.save_pretrained(directory)
+    return directory
+
+
+def loaded(directory: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
+    source = resolve(str(directory), None)
+    return load_model(source, read_config(source), dtype=dtype, device=CPU)
+
+
+def backend(model: CausalLM, block_size: int = 16) -> CpuAttention:
+    config = model.config
+    return CpuAttention(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+        dtype=model.embedding.dtype,
+    )
+
+
+def fused_run(model: CausalLM, quantization: str | None = None, chunk: int = 44, block_size: int = 16) -> list[Any]:
+    attention = backend(model, block_size)
+    fused = FusedCausalLM(model, attention, quantization)
+    return generate(fused, PROMPTS, NUM_TOKENS, chunk=chunk, block_size=block_size, attention=attention)
+
+
+def assert_same(runs: list[Any], expected: list[Any]) -> None:
+    for run, plain in zip(runs, expected, strict=True):
+        assert run.tokens == plain.tokens
+        torch.testing.assert_close(torch.stack(run.logits), torch.stack(plain.logits), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_as_the_plain_model(family: str, tmp_path: Path) -> None:
+    directory = saved(tmp_path, family)
+    expected = generate(loaded(directory), PROMPTS, NUM_TOKENS, chunk=44, block_size=16)
+    assert_same(fused_run(loaded(directory)), expected)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize(("chunk", "block_size"), [(130, 16), (5, 8), (1, 32)])
+def test_threads_chunks_and_blocks_change_nothing(threads: int, chunk: int, block_size: int, tmp_path: Path) -> None:
+    directory = saved(tmp_path)
+    expected = generate(loaded(directory), PROMPTS, NUM_TOKENS, chunk=44, block_size=16)
+    torch.set_num_threads(threads)
+    assert_same(fused_run(loaded(directory), chunk=chunk, block_size=block_size), expected)
+
+
+@pytest.mark.parametrize(("dtype", "quantization", "bound"), [("bfloat16", None, 0.06), ("float32", "int8", 0.08)])
+def test_lower_precision_stays_near(dtype: str, quantization: str | None, bound: float, tmp_path: Path) -> None:
+    directory = saved(tmp_path)
+    kind: torch.dtype = getattr(torch, dtype)
+    model = loaded(directory, kind)
+    if reason := unsupported(model.config, kind, quantization):
+        pytest.skip(reason)
+    exact = generate(loaded(directory), PROMPTS, 1, chunk=44, block_size=16)
+    attention = backend(model)
+    near = generate(
+        FusedCausalLM(model, attention, quantization), PROMPTS, 1, chunk=44, block_size=16, attention=attention
+    )
+    for run, plain in zip(near, exact, strict=True):
+        difference = (run.logits[0] - plain.logits[0]).norm() / plain.logits[0].norm()
+        assert 0 < difference < bound  # not 0: it was really computed otherwise
+
+
+def test_rows_beside_a_row_do_not_change_it(tmp_path: Path) -> None:
+    """Stale rows of the buffers, and what fills blocks up, are nobody's business."""
+    model = loaded(saved(tmp_path))
+    attention = backend(model)
+    fused = FusedCausalLM(model, attention)
+    together = generate(fused, PROMPTS, NUM_TOKENS, chunk=44, block_size=16, attention=attention)
+    for prompt, run in zip(PROMPTS, together, strict=True):
+        [alone] = generate(fused, [prompt], NUM_TOKENS, chunk=44, block_size=16, attention=attention)
+        assert alone.tokens == run.tokens
+
+
+def test_what_cannot_be_fused_says_why_and_stays_plain(tmp_path: Path) -> None:
+    model = loaded(saved(tmp_path, hidden_size=40, head_dim=16))
+    assert "multiples of 32" in (unsupported(model.config, torch.float32, None) or "")
+    assert "float16" in (unsupported(model.config, torch.float16, None) or "")
+    attention = backend(model)
+    assert fit_to_cpu(model, attention, None) is model
+    with pytest.raises(ConfigError, match=r"--quantization int8 cannot be had here.*multiples"):
+        fit_to_cpu(model, attention, "int8")
+
+
+def test_int8_without_the_cpu_backend_is_refused(tmp_path: Path) -> None:
+    model = loaded(saved(tmp_path))
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "block_size": 16, "dtype": torch.float32}
+    with pytest.raises(ConfigError, match="backend cpu, not reference"):
+        fit_to_cpu(model, ReferenceAttention(**sizes), "int8")
+
+
+# ---- products ----
+
+
+def block_of(precision: str, in_tiles: bool, rows: int, add: bool) -> tuple[np.ndarray, np.ndarray]:
+    """A block by the kernel, over three units of weights, and what it should be."""
+    rng = np.random.default_rng(rows)
+    width, columns = 256, 70  # the last unit is filled up
+    if precision == "int8":
+        weights = rng.integers(-128, 128, (columns, width)).astype(np.int8)
+        a = rng.integers(0, 256, (32, width)).astype(np.uint8)
+        c = rng.integers(-99, 99, (32, 96)).astype(np.int32)
+        expected = a.astype(np.int64) @ weights.T.astype(np.int64)
+    else:
+        kind: torch.dtype = getattr(torch, precision)
+        numbers = torch.from_numpy(rng.normal(size=(columns + 32, width))).to(kind)
+        expected = (numbers[columns:].double() @ numbers[:columns].double().T).numpy()
+        bits = (numbers if kind == torch.float32 else numbers.view(torch.int16)).numpy()
+        weights, a = bits[:columns], np.ascontiguousarray(bits[columns:])
+        c = rng.normal(size=(32, 96)).astype(np.float32)
+    packed, words = products.pack(weights), width * weights.itemsize // 4
+    product = products.product_of(precision, in_tiles=in_tiles)
+    begin, keep, config = tiles.configure, tiles.keep_configuration, tiles.full_tiles()
+
+    @njit
+    def run(a, packed, c, unit):  # type: ignore[no-untyped-def]
+        kept = np.empty(64, np.uint8)
+        if in_tiles:
+            keep(kept)
+            begin(config)
+        product(a, 0, words, rows, packed, unit * 32 * words, words, words * 16, c, unit * 1024, add)
+        if in_tiles:
+            begin(kept)
+
+    blocks = np.ascontiguousarray(c.reshape(32, 3, 32).swapaxes(0, 1)).reshape(-1)
+    for unit in range(3):
+        run(a.view(np.int32).reshape(-1), packed, blocks, unit)
+    result = blocks.reshape(3, 32, 32).swapaxes(0, 1).reshape(32, 96)[:rows]
+    full = np.zeros((32, 96), expected.dtype)
+    full[:, :columns] = expected
+    return result, (full + c if add else full)[:rows]
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("rows", [1, 7, 16, 31])
+@pytest.mark.parametrize("in_tiles", [False, True])
+@pytest.mark.parametrize("precision", products.PRECISIONS)
+def test_products(precision: str, in_tiles: bool, rows: int, add: bool) -> None:
+    if in_tiles and not products.uses_tiles(precision):
+        pytest.skip("this processor has no tiles for it")
+    if reason := products.unsupported(precision):
+        pytest.skip(reason)
+    result, expected = block_of(precision, in_tiles, rows, add)
+    np.testing.assert_allclose(result, expected, atol=0 if precision == "int8" else 1e-4, rtol=0)
+
+
+def test_weights_that_do_not_fill_words_are_refused() -> None:
+    with pytest.raises(ValueError, match="whole words"):
+        products.pack(np.zeros((4, 6), np.int8))

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import peers_report as report
-from peers_process import DriverProcess, PeerError, Request
+from peers_process import DriverProcess, PeerEndedError, PeerError, Request
 
 from chairlift.config import available_cores
 from chairlift.measure.flops import useful_work
@@ -44,6 +44,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 12_417, 5_742  # of the whole set
 MAX_NUM_SEQS = {"set": 64, "b1": 64, "example": 4}
 WEIGHT_BYTES = {"bf16": 2, "int8": 1}
 IDLE_SECONDS = 1.0
+START_ATTEMPTS = 3
 
 
 class Engine(NamedTuple):
@@ -126,6 +127,19 @@ def start(name: str, precision: str, max_num_seqs: int, arguments: argparse.Name
     return process
 
 
+def start_again(name: str, precision: str, max_num_seqs: int, arguments: argparse.Namespace) -> DriverProcess:
+    """``start``, a second and a third time if the engine crashes: nothing is measured yet.
+
+    OpenVINO 2026.4's CPU plugin was seen to divide by zero in about every fourth start.
+    """
+    for _ in range(START_ATTEMPTS - 1):
+        try:
+            return start(name, precision, max_num_seqs, arguments)
+        except PeerEndedError as error:
+            progress(f"{name} {precision}: {error}; starting it again")
+    return start(name, precision, max_num_seqs, arguments)
+
+
 def idle_cores(process: DriverProcess) -> float:
     """Cores that an engine without work keeps busy. Above zero its threads spin, and it must be stopped."""
     time.sleep(IDLE_SECONDS)
@@ -151,7 +165,7 @@ class Comparison:
         for max_num_seqs in sorted({MAX_NUM_SEQS[scenario] for scenario in self.arguments.scenario}, reverse=True):
             progress(f"starting {label}, {max_num_seqs} sequences")
             try:
-                process = start(name, precision, max_num_seqs, self.arguments)
+                process = start_again(name, precision, max_num_seqs, self.arguments)
             except PeerError as error:
                 self.fail(label, error)
                 return

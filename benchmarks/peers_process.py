@@ -26,6 +26,10 @@ class PeerError(RuntimeError):
     """An engine that did not start, ended, took too long, or did other work than it was asked to."""
 
 
+class PeerEndedError(PeerError):
+    """The engine's process ended by itself."""
+
+
 class Turn(NamedTuple):
     """One run of one engine.
 
@@ -110,7 +114,7 @@ class DriverProcess:
             self._process.stdin.write(message.encode())
             self._process.stdin.flush()
         except OSError as error:
-            raise PeerError(f"ended before its turn: {self._last_line()}") from error
+            raise PeerEndedError(f"ended before its turn: {self._last_line()}") from error
         reply = self._receive(self._turn_timeout)
         check_answers(requests, reply["answers"])
         elapsed = time.monotonic() - started
@@ -143,12 +147,20 @@ class DriverProcess:
                 raise PeerError(f"no answer within {timeout:.0f} s: {self._last_line()}")
             piece = os.read(descriptor, 1 << 16)
             if not piece:
-                raise PeerError(f"ended with status {self._process.wait(STOP_TIMEOUT)}: {self._last_line()}")
+                raise PeerEndedError(self._end())
             line += piece
         message: dict[str, Any] = json.loads(line)
         if "error" in message:
             raise PeerError(message["error"])
         return message
+
+    def _end(self) -> str:
+        try:
+            status = self._process.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            return f"closed its line but lives on: {self._last_line()}"
+        how = signal.strsignal(-status) if status < 0 else f"status {status}"
+        return f"ended with {how}: {self._last_line()}"
 
     def _last_line(self) -> str:
         self._log.seek(0)

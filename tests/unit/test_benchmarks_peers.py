@@ -87,7 +87,7 @@ def test_a_turn_is_timed_by_the_driver_and_checked(start):
         ("[]", "0 answers to 2 requests"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("sys.exit('out of memory')", "ended with status 1: out of memory"),
-        ("os.abort()", "ended with status -6"),
+        ("os.abort()", "ended with Aborted"),
     ],
 )
 def test_wrong_work_and_failures_are_told(start, answers, message):
@@ -105,6 +105,27 @@ def test_an_engine_that_cannot_start_says_why(start):
         start(setup="raise ValueError('no such model')")
     with pytest.raises(process.PeerError, match="cannot start"):
         process.DriverProcess(["/no/such/python"], os.environ, 1.0, 1.0)
+
+
+def test_only_a_start_that_crashed_is_tried_again(start, monkeypatch):
+    tries = []
+
+    def crash(*_):
+        tries.append("crash")
+        return start(setup="os.abort()") if len(tries) < 3 else start()
+
+    monkeypatch.setattr(peers, "start", crash)
+    assert peers.start_again("vllm", "bf16", 64, None).run(REQUESTS).first_tokens == [1, 1]
+    assert len(tries) == 3
+
+    def refuse(*_):
+        tries.append("refuse")
+        return start(setup="raise ValueError('no such option')")
+
+    monkeypatch.setattr(peers, "start", refuse)
+    with pytest.raises(process.PeerError, match="no such option"):
+        peers.start_again("vllm", "bf16", 64, None)
+    assert tries == ["crash"] * 3 + ["refuse"]
 
 
 def test_a_turn_without_end_is_ended(start):

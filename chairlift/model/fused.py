@@ -73,7 +73,7 @@ class FusedCausalLM:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             qkv=_filled((config.num_heads + 2 * config.num_kv_heads) * config.head_dim),
-            block_size=attention.block_size,
+            block_shift=attention.block_shift,
             tile=attention.tile_rows,
             threads=self._threads,
         )

@@ -73,6 +73,9 @@ class CpuAttention(AttentionBackend[CpuMetadata]):
         )
         if reason := unsupported(dtype, head_dim):
             raise ValueError(reason)
+        if block_size & (block_size - 1):
+            raise ValueError(f"blocks must be a power of two long, not {block_size}")
+        self.block_shift = block_size.bit_length() - 1
         self._group = num_heads // num_kv_heads
         self._tile_tokens = max(1, TILE_ROWS // self._group)
         self.num_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
@@ -101,7 +104,7 @@ class CpuAttention(AttentionBackend[CpuMetadata]):
         """See :meth:`AttentionBackend.forward`."""
         window = sliding_window or 0
         plan = self.plan(metadata, window)
-        shape = Shape(self.num_heads, self.num_kv_heads, self.head_dim, self.block_size, window, self.tile_rows)
+        shape = Shape(self.num_heads, self.num_kv_heads, self.head_dim, self.block_shift, window, self.tile_rows)
         output = torch.empty(query.shape, dtype=query.dtype)
         partial = np.empty((plan.num_partials, self.tile_rows, self.head_dim + 2), np.float32)
         strides = (query.stride(0), key.stride(0), value.stride(0))

@@ -52,7 +52,7 @@ class Sizes(NamedTuple):
     num_kv_heads: int
     head_dim: int
     qkv: int
-    block_size: int
+    block_shift: int
     tile: int
     threads: int
 
@@ -299,37 +299,40 @@ def _rotate(row, layer, sizes, eps, qkv, bias, q_norm, k_norm, cos, sin):
 @compiled
 def _expect(base, slot, sizes, keys, values):
     """Asks for the memory of a slot that is written soon: the keys of one token lie as far apart as a block is long."""
-    dim, block_size = sizes.head_dim, sizes.block_size
-    first = base + slot // block_size * sizes.num_kv_heads * dim * block_size
+    dim, block_size = sizes.head_dim, 1 << sizes.block_shift
+    first = base + (slot >> sizes.block_shift) * sizes.num_kv_heads * dim * block_size
+    slot &= block_size - 1
     for head in range(sizes.num_kv_heads):
         target = first + head * dim * block_size
         for d in range(dim):
-            prefetch(keys, target + d * block_size + slot % block_size)
+            prefetch(keys, target + d * block_size + slot)
         for d in range(0, dim, LANES):
-            prefetch(values, target + slot % block_size * dim + d)
+            prefetch(values, target + slot * dim + d)
 
 
 @compiled
 def _write(row, base, slot, sizes, qkv, keys, values, rounded):
     """Keys and values of one row into their slot of the layer's cache, which begins at ``base``."""
-    dim, num_kv, block_size = sizes.head_dim, sizes.num_kv_heads, sizes.block_size
+    dim, num_kv, block_size = sizes.head_dim, sizes.num_kv_heads, 1 << sizes.block_shift
+    block = slot >> sizes.block_shift
+    slot &= block_size - 1
     first = row * sizes.qkv + sizes.num_heads * dim
     zero, one = splat(np.float32(0)), splat(np.float32(1))
     for head in range(num_kv):
-        target = base + (slot // block_size * num_kv + head) * dim * block_size
+        target = base + (block * num_kv + head) * dim * block_size
         for d in range(0, dim, LANES):
             store(rounded, d, fma(load(qkv, first + head * dim + d), one, zero))
-            place = target + slot % block_size * dim + d
+            place = target + slot * dim + d
             store(values, place, fma(load(qkv, first + (num_kv + head) * dim + d), one, zero))
         for d in range(dim):
-            keys[target + d * block_size + slot % block_size] = rounded[d]
+            keys[target + d * block_size + slot] = rounded[d]
 
 
 @compiled
 def _attend(layer, sizes, scale, qkv, step, cache, attended, scratch, counters, stage, meetings):
     """The attention of one layer."""
     shape = Shape(
-        sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.block_size, step.windows[layer], sizes.tile
+        sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.block_shift, step.windows[layer], sizes.tile
     )
     size = len(cache.keys) // sizes.num_layers
     keys, values = cache.keys[layer * size : (layer + 1) * size], cache.values[layer * size : (layer + 1) * size]

@@ -51,12 +51,16 @@ def _inner(function: Callable[..., None]) -> Any:
 
 
 class Shape(NamedTuple):
-    """Sizes that the kernel needs. ``window`` is 0 for none; ``tile`` is the row capacity of a work item."""
+    """Sizes that the kernel needs.
+
+    ``block_shift`` is the binary logarithm of the block's size: a division for every token would take longer than its
+    products. ``window`` is 0 for none; ``tile`` is the row capacity of a work item.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    block_size: int
+    block_shift: int
     window: int
     tile: int
 
@@ -96,6 +100,31 @@ def _score(query: Any, q: int, dim: int, keys: Any, k: int, stride: int, scores:
 
 
 @_inner
+def _score_two(query: Any, q: int, dim: int, keys: Any, k: int, other: int, stride: int, scores: Any, s: int) -> None:
+    """The same for twice as many tokens, the second half of whose keys begins at ``other``: sums that do not wait for
+    one another keep the processor busy."""
+    zero = splat(np.float32(0))
+    s0, s1, s2, s3 = zero, zero, zero, zero
+    t0, t1, t2, t3 = zero, zero, zero, zero
+    for d in range(dim):
+        key, second = load(keys, k + d * stride), load(keys, other + d * stride)
+        q0, q1 = broadcast(query, q + d), broadcast(query, q + dim + d)
+        q2, q3 = broadcast(query, q + 2 * dim + d), broadcast(query, q + 3 * dim + d)
+        s0, t0 = fma(q0, key, s0), fma(q0, second, t0)
+        s1, t1 = fma(q1, key, s1), fma(q1, second, t1)
+        s2, t2 = fma(q2, key, s2), fma(q2, second, t2)
+        s3, t3 = fma(q3, key, s3), fma(q3, second, t3)
+    store(scores, s, s0)
+    store(scores, s + SEGMENT, s1)
+    store(scores, s + 2 * SEGMENT, s2)
+    store(scores, s + 3 * SEGMENT, s3)
+    store(scores, s + LANES, t0)
+    store(scores, s + SEGMENT + LANES, t1)
+    store(scores, s + 2 * SEGMENT + LANES, t2)
+    store(scores, s + 3 * SEGMENT + LANES, t3)
+
+
+@_inner
 def _soften(scratch: Any, row: int, size: int, low: int, high: int) -> None:
     """Turns a row's scores into weights relative to its running maximum. Tokens outside [low, high) weigh nothing."""
     scores, maxima, sums = scratch.scores, scratch.maxima, scratch.sums
@@ -125,48 +154,57 @@ def _soften(scratch: Any, row: int, size: int, low: int, high: int) -> None:
 
 @_inner
 def _accumulate(scratch: Any, o: int, values: Any, table: Any, head: int, first: int, last: int, shape: Any) -> None:
-    """Adds the weighted values of tokens [first, last) to four rows of the output, sixteen columns at a time."""
-    dim, block_size = shape.head_dim, shape.block_size
-    output, scores, zero = scratch.output, scratch.scores, splat(np.float32(0))
-    for d in range(0, dim, LANES):
-        o0 = fma(load(output, o + d), load(scratch.rescale, 0), zero)
-        o1 = fma(load(output, o + dim + d), load(scratch.rescale, LANES), zero)
-        o2 = fma(load(output, o + 2 * dim + d), load(scratch.rescale, 2 * LANES), zero)
-        o3 = fma(load(output, o + 3 * dim + d), load(scratch.rescale, 3 * LANES), zero)
+    """Adds the weighted values of tokens [first, last) to four rows of the output, 32 columns at a time, or 16."""
+    dim, shift = shape.head_dim, shape.block_shift
+    output, scores, rescale, zero = scratch.output, scratch.scores, scratch.rescale, splat(np.float32(0))
+    f0, f1, f2, f3 = load(rescale, 0), load(rescale, LANES), load(rescale, 2 * LANES), load(rescale, 3 * LANES)
+    for d in range(0, dim, 2 * LANES):
+        second = d + LANES if d + LANES < dim else d  # the same again, where there is only one
+        o0, p0 = fma(load(output, o + d), f0, zero), fma(load(output, o + second), f0, zero)
+        o1, p1 = fma(load(output, o + dim + d), f1, zero), fma(load(output, o + dim + second), f1, zero)
+        o2, p2 = fma(load(output, o + 2 * dim + d), f2, zero), fma(load(output, o + 2 * dim + second), f2, zero)
+        o3, p3 = fma(load(output, o + 3 * dim + d), f3, zero), fma(load(output, o + 3 * dim + second), f3, zero)
         token = first
         while token < last:
-            end = min(last, (token // block_size + 1) * block_size)
-            block = np.int64(table[token // block_size]) * shape.num_kv_heads + head
-            v = (block * block_size + token % block_size) * dim + d
+            end = min(last, ((token >> shift) + 1) << shift)
+            block = np.int64(table[token >> shift]) * shape.num_kv_heads + head
+            v = ((block << shift) + (token & ((1 << shift) - 1))) * dim
             for s in range(token - first, end - first):
-                value = load(values, v)
-                o0 = fma(broadcast(scores, s), value, o0)
-                o1 = fma(broadcast(scores, s + SEGMENT), value, o1)
-                o2 = fma(broadcast(scores, s + 2 * SEGMENT), value, o2)
-                o3 = fma(broadcast(scores, s + 3 * SEGMENT), value, o3)
+                value, beside = load(values, v + d), load(values, v + second)
+                w0, w1 = broadcast(scores, s), broadcast(scores, s + SEGMENT)
+                w2, w3 = broadcast(scores, s + 2 * SEGMENT), broadcast(scores, s + 3 * SEGMENT)
+                o0, p0 = fma(w0, value, o0), fma(w0, beside, p0)
+                o1, p1 = fma(w1, value, o1), fma(w1, beside, p1)
+                o2, p2 = fma(w2, value, o2), fma(w2, beside, p2)
+                o3, p3 = fma(w3, value, o3), fma(w3, beside, p3)
                 v += dim
             token = end
         store(output, o + d, o0)
         store(output, o + dim + d, o1)
         store(output, o + 2 * dim + d, o2)
         store(output, o + 3 * dim + d, o3)
+        store(output, o + second, p0)
+        store(output, o + dim + second, p1)
+        store(output, o + 2 * dim + second, p2)
+        store(output, o + 3 * dim + second, p3)
 
 
 @_inner
 def _gather_keys(bits: Any, keys: Any, table: Any, head: int, first: int, last: int, shape: Any) -> None:
     """Copies the keys of tokens [first, last) to ``keys`` as [dim, SEGMENT], where blocks are shorter than a vector."""
+    shift = shape.block_shift
     for token in range(first, last):
-        block = np.int64(table[token // shape.block_size]) * shape.num_kv_heads + head
-        k = block * shape.head_dim * shape.block_size + token % shape.block_size
+        block = np.int64(table[token >> shift]) * shape.num_kv_heads + head
+        k = ((block * shape.head_dim) << shift) + (token & ((1 << shift) - 1))
         for d in range(shape.head_dim):
-            keys[d * SEGMENT + token - first] = bits[k + d * shape.block_size]
+            keys[d * SEGMENT + token - first] = bits[k + (d << shift)]
 
 
 @_inner
 def fetch(keys: Any, values: Any, table: Any, head: int, first: int, last: int, shape: Any) -> None:
     """Asks for the blocks of tokens [first, last), which lie too far apart for the processor to foresee."""
-    size = shape.head_dim * shape.block_size
-    for i in range(first // shape.block_size, (last - 1) // shape.block_size + 1):
+    size = shape.head_dim << shape.block_shift
+    for i in range(first >> shape.block_shift, ((last - 1) >> shape.block_shift) + 1):
         block = (np.int64(table[i]) * shape.num_kv_heads + head) * size
         for offset in range(0, size, CACHE_LINE // keys.itemsize):
             prefetch(keys, block + offset)
@@ -174,10 +212,18 @@ def fetch(keys: Any, values: Any, table: Any, head: int, first: int, last: int, 
 
 
 @_inner
+def _key(table: Any, token: int, head: int, shape: Any) -> Any:
+    """Where the keys of a token and those behind it in its block begin."""
+    block = np.int64(table[token >> shape.block_shift]) * shape.num_kv_heads + head
+    return ((block * shape.head_dim) << shape.block_shift) + (token & ((1 << shape.block_shift) - 1))
+
+
+@_inner
 def attend_item(item: Any, keys: Any, values: Any, table: Any, shape: Any, scratch: Any) -> None:
     """Attends with the rows in ``scratch.query`` to the item's tokens; leaves the state of the softmax in scratch."""
     group = shape.num_heads // shape.num_kv_heads
-    dim, block_size, head = shape.head_dim, shape.block_size, item[KV_HEAD]
+    dim, shift, head = shape.head_dim, shape.block_shift, item[KV_HEAD]
+    block_size = 1 << shift
     num_rows = item[NUM_ROWS] * group
     for first in range(item[FIRST], item[LAST], SEGMENT):
         last = min(first + SEGMENT, item[LAST])
@@ -188,14 +234,25 @@ def attend_item(item: Any, keys: Any, values: Any, table: Any, shape: Any, scrat
         for row in range(0, num_rows, ROWS):
             newest = item[POSITION] + (min(row + ROWS, num_rows) - 1) // group
             end = min(last, newest + 1)
-            for token in range(first, end, LANES):
+            token = first
+            while token < end:
                 s = token - first
+                two = token + LANES < end
                 if block_size < LANES:
-                    _score(scratch.query, row * dim, dim, scratch.keys, s, SEGMENT, scratch.scores, s)
+                    if two:
+                        _score_two(
+                            scratch.query, row * dim, dim, scratch.keys, s, s + LANES, SEGMENT, scratch.scores, s
+                        )
+                    else:
+                        _score(scratch.query, row * dim, dim, scratch.keys, s, SEGMENT, scratch.scores, s)
                 else:
-                    block = np.int64(table[token // block_size]) * shape.num_kv_heads + head
-                    k = block * dim * block_size + token % block_size
-                    _score(scratch.query, row * dim, dim, keys, k, block_size, scratch.scores, s)
+                    k = _key(table, token, head, shape)
+                    if two:
+                        other = _key(table, token + LANES, head, shape)
+                        _score_two(scratch.query, row * dim, dim, keys, k, other, block_size, scratch.scores, s)
+                    else:
+                        _score(scratch.query, row * dim, dim, keys, k, block_size, scratch.scores, s)
+                token += 2 * LANES
             for r in range(row, row + ROWS):
                 position = item[POSITION] + r // group
                 low = position + 1 - shape.window - first if shape.window else 0
@@ -270,8 +327,8 @@ def merge_partials(merge: Any, partial: Any, output: Any, shape: Any) -> None:
 @_inner
 def _write(row: int, key: Any, value: Any, strides: Any, keys: Any, values: Any, slot: int, shape: Any) -> None:
     """Copies one token's keys and values to its slot, bit for bit."""
-    dim, block_size = shape.head_dim, shape.block_size
-    block, offset = slot // block_size, slot % block_size
+    dim, block_size = shape.head_dim, 1 << shape.block_shift
+    block, offset = slot >> shape.block_shift, slot & (block_size - 1)
     for head in range(shape.num_kv_heads):
         target = (block * shape.num_kv_heads + head) * dim * block_size
         for d in range(dim):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +38,9 @@ from chairlift.model.source import resolve
 from chairlift.scheduling.plan import RowCounts, SequenceChunk, StepPlan, StepResult
 from chairlift.scheduling.sampling_params import SamplingParams
 
+logger = logging.getLogger(__name__)
+
+PROGRESS_SECONDS = 5.0
 # Rows in a step where nobody asks. More rows feed the device better and make everyone else wait longer; on the CPU a
 # chunk of this many rows already runs at the full speed of its matrix products.
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
@@ -95,7 +102,8 @@ class LocalExecutor:
         )
         self._runner: ModelRunner | None = _runner(model, attention, num_blocks, config.block_size, num_host_blocks)
         # Kernels compile when they first run: that is now, and not in somebody's first token.
-        first = self._runner.run(StepLimits(8, 2, min(8, max_model_len), config.block_size).largest_step())
+        with _progress("compiling kernels for this processor, which later starts of this version need not"):
+            first = self._runner.run(StepLimits(8, 2, min(8, max_model_len), config.block_size).largest_step())
         if first.failed:
             raise NonFiniteLogitsError(range(len(first.failed)), f"the first step of {source.name}")
         recompute, swap = _measure_speeds(self._runner, limits) if num_host_blocks else (0.0, 0.0)
@@ -121,6 +129,13 @@ class LocalExecutor:
     def capacity(self) -> Capacity:
         """Returns what fits; constant."""
         return self._capacity
+
+    @property
+    def model(self) -> Decoder:
+        """The model that it runs."""
+        if self._runner is None:
+            raise RuntimeError("the executor is closed")
+        return self._runner.model
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Computes one step and returns the sampled tokens in plan order.
@@ -165,6 +180,26 @@ class StepLimits:
             for i, n in enumerate([rows] + [1] * others)
         ]
         return StepPlan(0, chunks, RowCounts(prefill=rows, decode=others))
+
+
+@contextmanager
+def _progress(doing: str) -> Iterator[None]:
+    """Says every few seconds that something goes on, and at the end how long it took; nothing if it is soon done."""
+    started, done = time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        while not done.wait(PROGRESS_SECONDS):
+            logger.info("%s: %.0f s so far", doing, time.monotonic() - started)
+
+    teller = threading.Thread(target=tell, name="chairlift-progress", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()
+        if (took := time.monotonic() - started) > PROGRESS_SECONDS:
+            logger.info("%s: done in %.0f s", doing, took)
 
 
 def resolve_device(name: str) -> torch.device:

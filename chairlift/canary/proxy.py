@@ -132,7 +132,10 @@ class Proxy:
                 await relay_checked(reply, request, client, attempt, "candidate")
         except RefusedError as refusal:
             await self._after_refusal(request, client, sample, refusal)
-        except RolledBackError:
+        except RolledBackError as error:
+            if client.started:  # the first token came in the same moment
+                await self._after_failure(request, client, sample, UpstreamError(str(error)))
+                return
             self.breaker.released()
             self._end("candidate", sample, DROPPED)
             self._metrics.fallbacks.labels("rolled_back").inc()

@@ -206,8 +206,11 @@ class Router:
 
     async def _look_forever(self) -> None:
         while True:
-            self.look(time.monotonic())
-            await self._save()
+            try:
+                self.look(time.monotonic())
+                await self._save()
+            except Exception:  # a bug here must not take the traffic down
+                logger.exception("the gates could not be read; the share stays as it is")
             await asyncio.sleep(self._tick)
 
     def _probes(self) -> list[Any]:

@@ -75,7 +75,7 @@ class EventStream:
         if self.done:
             raise BrokenStreamError("an event after [DONE]")
         try:
-            event = from_json(data)
+            event = from_json(data, cache_strings=False)
         except ValueError:
             raise BrokenStreamError(f"an event that is not JSON: {data[:80]!r}") from None
         if not isinstance(event, dict):

@@ -18,6 +18,8 @@ from chairlift.canary.request import CHAT, COMPLETIONS, HOP_BY_HOP, REQUEST_ID, 
 KEEP_ALIVE_SECONDS = 4.0
 """Idle connections are closed before the usual servers do it (uvicorn after 5 s), or now and then a request would go
 out on one that is just being closed."""
+NOT_SENT_BACK = HOP_BY_HOP | {"date"}
+"""The router's own server dates its answers."""
 MOST_ANSWER_BYTES = 64 * 1024 * 1024
 
 
@@ -127,7 +129,7 @@ class Upstream:
         headers = [
             (name.lower(), value)
             for name, value in raw
-            if (lower := name.lower().decode("latin-1")) not in HOP_BY_HOP and lower not in named
+            if (lower := name.lower().decode("latin-1")) not in NOT_SENT_BACK and lower not in named
         ]
         return Reply(response.status, headers, response.content_type == "text/event-stream", response)
 

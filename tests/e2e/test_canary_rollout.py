@@ -238,3 +238,18 @@ def test_a_restart_goes_on_where_it_was_and_keeps_sessions_where_they_were(tmp_p
             assert router.splitter.is_candidates(f"header {name}") == (side == "candidate")
 
     asyncio.run(second())
+
+
+def test_a_bug_in_reading_the_gates_does_not_take_the_traffic_down(caplog: pytest.LogCaptureFixture):
+    async def main() -> None:
+        async with routed() as r:
+
+            def broken(now: float, *, compare: bool) -> list:
+                raise ZeroDivisionError
+
+            r.router.judge.read = broken
+            await r.until(lambda: "could not be read" in caplog.text)
+            assert {status for status, _, _ in [await r.ask() for _ in range(4)]} == {200}
+            assert (await r.act("rollback"))[0] == 200
+
+    asyncio.run(main())

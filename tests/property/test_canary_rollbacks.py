@@ -17,12 +17,12 @@ from chairlift.canary.simulate import Behaviour, lognormal, simulate_rollout
 RUNS = 1000
 BOUND = 0.05
 SIGMA = 0.4
-P95 = 1.6448536269514722  # of the standard normal
+P80 = 0.8416212335729143  # of the standard normal
 
 
 def config(gates: str, **more) -> CanaryConfig:
     settings = {"steps": (0.5, 1.0), "hold": 60.0, "window": 60.0, "false_rollback": BOUND, "false_pass": BOUND}
-    return CanaryConfig(stable="http://a", candidate="http://b", gates=parse_gates(gates), **settings, **more)
+    return CanaryConfig(stable="http://a", candidate="http://b", gates=parse_gates(gates), **{**settings, **more})
 
 
 def phases(settings: CanaryConfig, stable: Behaviour, candidate: Behaviour, runs: int, **more) -> Counter[str]:
@@ -36,11 +36,16 @@ def slack(runs: int) -> float:
 
 
 def test_a_candidate_at_the_very_edge_of_its_gates_is_rolled_back_no_more_often_than_stated():
-    """The worst that keeps to the gates: each holds with equality."""
-    edge = lognormal(2.0 / math.exp(SIGMA * P95), SIGMA, error_rate=0.0)
-    got = phases(config("p95_e2e<2s"), edge, edge, RUNS)
-    assert 0 < got["rolled_back"] <= RUNS * (BOUND + slack(RUNS)), got
-    assert got["complete"] <= RUNS * BOUND * 1.5, got
+    """The worst that keeps to a gate: it holds with equality. That evidence is weighed as tightly as it is said to be
+    stands in test_canary_evidence.py; here are the windows, the requests that are open, and all looks of a rollout.
+    """
+    edge = lognormal(2.0 / math.exp(SIGMA * P80), SIGMA)
+    got = phases(config("p80_e2e<2s", steps=(1.0,)), edge, edge, RUNS, rate=5.0, duration=120.0)
+    assert got["rolled_back"] <= RUNS * BOUND, got
+    assert got["complete"] <= RUNS * (BOUND + slack(RUNS)), got
+    worse = lognormal(1.3 * 2.0 / math.exp(SIGMA * P80), SIGMA)
+    got = phases(config("p80_e2e<2s", steps=(1.0,)), edge, worse, 40, rate=5.0, duration=120.0)
+    assert got["rolled_back"] >= 38, got
 
 
 def test_a_candidate_as_good_as_stable_is_rolled_back_no_more_often_than_stated():

@@ -10,6 +10,7 @@ Counters live in an int64 array, each in a cache line of its own, and are zeroed
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -21,9 +22,17 @@ from chairlift.model.kernels.compiling import compiled
 
 COUNTER = 8
 """Numbers from one counter to the next: a cache line."""
-SPINS = 2000
-"""Turns that a thread waits for the others before it lets another process have its core: tens of microseconds. Whom it
-waits for may be off its core, and then nothing is gained by holding this one."""
+ARRIVED, SLEEPERS = 0, 1
+"""The first counter's line has how often threads have come to a meeting, and how many of them sleep there."""
+SPINS = 4000
+core. To spin on would keep that one off it, where others use the cores too; to yield would cost a time slice at each
+meeting; a thread that is woken from sleep is run soon."""
+each meeting; a thread that is woken from sleep is run soon."""
+
+# The sleeping and waking of Linux, futex(2), by its number on this processor; elsewhere threads yield.
+_SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if platform.system() == "Linux" else None
+_FUTEX_WAIT, _FUTEX_WAKE, _PRIVATE = 0, 1, 128
+_EVERYBODY = 2**31 - 1
 
 _I64 = ir.IntType(64)
 
@@ -56,13 +65,39 @@ def _read(typing_context: Any, counters: Any, index: Any) -> tuple[Any, Callable
     return types.int64(counters, types.intp), generate
 
 
-@intrinsic
-def _yield_core(typing_context: Any) -> tuple[Any, Callable[..., Any]]:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+def _futex(context: Any, builder: Any, address: Any, operation: int, value: Any) -> None:
+    """Sleeps or wakes by the low half of a counter."""
+    if _SYS_FUTEX is None:
         _call(builder, ir.IntType(32), "sched_yield")
+        return
+    kind = ir.FunctionType(_I64, [_I64], var_arg=True)
+    function = cgutils.get_or_insert_function(builder.module, kind, "syscall")
+    nothing = _I64(0)
+    builder.call(function, [_I64(_SYS_FUTEX), address, _I64(operation | _PRIVATE), value, nothing, nothing, nothing])
+
+
+@intrinsic
+def _sleep(typing_context: Any, counters: Any, index: Any, value: Any) -> tuple[Any, Callable[..., Any]]:
+    """Sleeps until somebody wakes those who wait for a counter, unless it is no longer ``value``."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address = _address(context, builder, counters, arguments[0], arguments[1])
+        _futex(context, builder, address, _FUTEX_WAIT, arguments[2])
         return context.get_dummy_value()
 
-    return types.void(), generate
+    return types.void(counters, types.intp, types.int64), generate
+
+
+@intrinsic
+def _wake(typing_context: Any, counters: Any, index: Any) -> tuple[Any, Callable[..., Any]]:
+    """Wakes all who sleep until a counter changes."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address = _address(context, builder, counters, arguments[0], arguments[1])
+        _futex(context, builder, address, _FUTEX_WAKE, _I64(_EVERYBODY))
+        return context.get_dummy_value()
+
+    return types.void(counters, types.intp), generate
 
 
 @intrinsic
@@ -87,11 +122,21 @@ def claim(counters, stage):
 def meet(counters, threads, times):
     """Waits until all threads are here. ``times`` is how often they have met before; returns how often by now."""
     times += 1
-    if threads > 1:
-        _add(counters, 0, 1)
-        spins = 0
-        while _read(counters, 0) < threads * times:
-            spins += 1
-            if spins > SPINS:
-                _yield_core()
+    if threads == 1:
+        return times
+    everybody = threads * times
+    if _add(counters, ARRIVED, 1) + 1 == everybody:
+        # Whoever sleeps, or is about to, has said so before it looked at the counter for the last time.
+        if _read(counters, SLEEPERS) > 0:
+            _wake(counters, ARRIVED)
+        return times
+    for _ in range(SPINS):
+        if _read(counters, ARRIVED) >= everybody:
+            return times
+    _add(counters, SLEEPERS, 1)
+    arrived = _read(counters, ARRIVED)
+    while arrived < everybody:
+        _sleep(counters, ARRIVED, arrived)
+        arrived = _read(counters, ARRIVED)
+    _add(counters, SLEEPERS, -1)
     return times

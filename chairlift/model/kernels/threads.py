@@ -25,8 +25,8 @@ COUNTER = 8
 ARRIVED, SLEEPERS = 0, 1
 """The first counter's line has how often threads have come to a meeting, and how many of them sleep there."""
 SPINS = 4000
-core. To spin on would keep that one off it, where others use the cores too; to yield would cost a time slice at each
-meeting; a thread that is woken from sleep is run soon."""
+"""Turns that a thread waits for the others before it sleeps: some tens of microseconds. Whom it waits for may be off
+its core. To spin on would keep that one off it, where others use the cores too; to yield would cost a time slice at
 each meeting; a thread that is woken from sleep is run soon."""
 
 # The sleeping and waking of Linux, futex(2), by its number on this processor; elsewhere threads yield.

@@ -100,7 +100,7 @@ BAD = [
     ("/completions", {"model": "tiny", "prompt": [1, -1]}, 400),
     ("/completions", {"model": "tiny", "prompt": ""}, 400),
     ("/completions", {"model": "tiny", "prompt": []}, 400),
-    ("/completions", {"model": "tiny", "prompt": "a", "no_such_field": 1}, 400),
+    ("/completions", {"model": "tiny", "prompt": "a", "suffix": "b"}, 400),
     ("/completions", {"model": "tiny", "prompt": "a" * 10_000_000}, 413),
     ("/completions", '{"model": "tiny", "prompt": "\\ud800"}', 400),
     ("/completions", "[" * 100_000, 400),

@@ -12,7 +12,7 @@ from chairlift.scheduling.plan import RowCounts, StepRecord
 
 
 def test_clients_are_told_the_cause_in_a_line_and_the_log_has_the_traceback(
-    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     try:
         raise RuntimeError("two\nlines")
@@ -20,7 +20,7 @@ def test_clients_are_told_the_cause_in_a_line_and_the_log_has_the_traceback(
         failed = _failure(error)
     assert failed.message == "RuntimeError: two lines"
     assert not failed.expected
-    assert "Traceback" in capsys.readouterr().err
+    assert "Traceback" in caplog.text
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")

@@ -130,7 +130,7 @@ def start(name: str, precision: str, max_num_seqs: int, arguments: argparse.Name
 def start_again(name: str, precision: str, max_num_seqs: int, arguments: argparse.Namespace) -> DriverProcess:
     """``start``, a second and a third time if the engine crashes: nothing is measured yet.
 
-    OpenVINO 2026.4's CPU plugin was seen to divide by zero in about every fourth start.
+    OpenVINO 2026.4's CPU plugin was seen to crash with a division by zero in some starts.
     """
     for _ in range(START_ATTEMPTS - 1):
         try:

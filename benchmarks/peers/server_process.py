@@ -127,7 +127,7 @@ def _body(answer: bytes) -> bytes:
 
 
 def _unchunk(body: bytes) -> bytes:
-    parts = []
+    parts: list[bytes] = []
     while True:
         size, _, rest = body.partition(b"\r\n")
         length = int(size or b"0", 16)

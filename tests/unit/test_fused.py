@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from chairlift.model.attention.cpu import CpuAttention
 from chairlift.model.attention.reference import ReferenceAttention
 from chairlift.model.config import read_config
 from chairlift.model.fused import FusedCausalLM, unsupported
-from chairlift.model.kernels import products, tiles
+from chairlift.model.kernels import kinds, products, tiles
 from chairlift.model.llama import CausalLM
 from chairlift.model.registry import fit_to_cpu, load_model
 from chairlift.model.source import resolve
@@ -136,6 +138,36 @@ def test_lower_precision_stays_near(dtype: str, quantization: str | None, bound:
         assert 0 < difference < bound  # not 0: it was really computed otherwise
 
 
+TWO_KINDS = """
+import sys
+import torch
+from test_fused import PROMPTS, Path, fused_run, loaded
+torch.set_num_threads(1)
+for dtype in sys.argv[2:]:
+    runs = fused_run(loaded(Path(sys.argv[1]), getattr(torch, dtype)))
+    print([run.tokens[len(prompt)] for prompt, run in zip(PROMPTS, runs)])
+"""
+
+
+def test_code_from_the_cache_of_one_precision_is_not_taken_for_that_of_another(tmp_path: Path) -> None:
+    """Processes that compiled one each leave them both to a third, which has to tell them apart by their names."""
+    saved(tmp_path)
+
+    def lines(*dtypes: str) -> list[str]:
+        path = [str(Path(__file__).parent), *sys.path]
+        program = f"import sys; sys.path[:] = {path!r}\n{TWO_KINDS}"
+        command = [sys.executable, "-c", program, str(tmp_path), *dtypes]
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 0, (result.returncode, result.stderr)
+        return result.stdout.splitlines()
+
+    if reason := products.unsupported("bfloat16"):
+        pytest.skip(reason)
+    apart = [*lines("bfloat16"), *lines("float32")]
+    assert lines("bfloat16", "float32") == apart
+    assert lines("float32", "bfloat16") == apart[::-1]
+
+
 def test_rows_beside_a_row_do_not_change_it(tmp_path: Path) -> None:
     """Stale rows of the buffers, and what fills blocks up, are nobody's business."""
     model = loaded(saved(tmp_path))
@@ -166,6 +198,8 @@ def test_int8_without_the_cpu_backend_is_refused(tmp_path: Path) -> None:
 
 # ---- products ----
 
+KINDS = {(name, "Tiles" in kind.__name__): kind() for kind, name in kinds.PRECISIONS.items()}
+
 
 def block_of(precision: str, in_tiles: bool, rows: int, add: bool) -> tuple[np.ndarray, np.ndarray]:
     """A block by the kernel, over three units of weights, and what it should be."""
@@ -188,18 +222,18 @@ def block_of(precision: str, in_tiles: bool, rows: int, add: bool) -> tuple[np.n
     begin, keep, config = tiles.configure, tiles.keep_configuration, tiles.full_tiles()
 
     @njit
-    def run(a, packed, c, unit):  # type: ignore[no-untyped-def]
+    def run(kind, a, packed, c, unit):  # type: ignore[no-untyped-def]
         kept = np.empty(64, np.uint8)
         if in_tiles:
             keep(kept)
             begin(config)
-        product(a, 0, words, rows, packed, unit * 32 * words, words, words * 16, c, unit * 1024, add)
+        product(kind, a, 0, words, rows, packed, unit * 32 * words, words, words * 16, c, unit * 1024, add)
         if in_tiles:
             begin(kept)
 
     blocks = np.ascontiguousarray(c.reshape(32, 3, 32).swapaxes(0, 1)).reshape(-1)
     for unit in range(3):
-        run(a.view(np.int32).reshape(-1), packed, blocks, unit)
+        run(KINDS[precision, in_tiles], a.view(np.int32).reshape(-1), packed, blocks, unit)
     result = blocks.reshape(3, 32, 32).swapaxes(0, 1).reshape(32, 96)[:rows]
     full = np.zeros((32, 96), expected.dtype)
     full[:, :columns] = expected

@@ -217,7 +217,7 @@ def _unit_product(kind, a, packed, scales, unit, num_rows, width, numbers):
     product = products.product_of(kinds.PRECISIONS[kind.instance_class], in_tiles=in_tiles(kind))
 
     @compiled
-    def multiply(a, weights, wi, num_rows, words, numbers):
+    def multiply(kind, a, weights, wi, num_rows, words, numbers):
         chunk = words
         if num_rows > FEW_ROWS:
             chunk = -(-words // -(-words // CHUNK_WORDS) // LANES) * LANES
@@ -225,18 +225,18 @@ def _unit_product(kind, a, packed, scales, unit, num_rows, width, numbers):
             count = min(chunk, words - first)
             for row in range(0, num_rows, BLOCK_ROWS):
                 product(
-                    a, row * words + first, words, min(BLOCK_ROWS, num_rows - row), weights, wi + first * LANES, count,
-                    words * LANES, numbers, row * BLOCK_COLUMNS, first > 0,
+                    kind, a, row * words + first, words, min(BLOCK_ROWS, num_rows - row), weights, wi + first * LANES,
+                    count, words * LANES, numbers, row * BLOCK_COLUMNS, first > 0,
                 )  # fmt: skip
 
     def plain(kind, a, packed, scales, unit, num_rows, width, numbers):
         words = width // kind.per_word
-        multiply(a, packed.words, packed.first_word + unit * BLOCK_COLUMNS * words, num_rows, words, numbers)
+        multiply(kind, a, packed.words, packed.first_word + unit * BLOCK_COLUMNS * words, num_rows, words, numbers)
 
     def scaled(kind, a, packed, scales, unit, num_rows, width, numbers):
         words = width // kind.per_word
         integers = numbers.view(np.int32)
-        multiply(a, packed.words, packed.first_word + unit * BLOCK_COLUMNS * words, num_rows, words, integers)
+        multiply(kind, a, packed.words, packed.first_word + unit * BLOCK_COLUMNS * words, num_rows, words, integers)
         first = packed.first_column + unit * BLOCK_COLUMNS
         zero = splat(np.float32(0))
         for row in range(num_rows):

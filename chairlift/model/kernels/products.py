@@ -140,7 +140,7 @@ def _vector_product(multiply_add: Callable[..., Any], sums_type: Any) -> Any:
     eight, four, two, one = (_vector_block(rows, multiply_add, sums_type) for rows in (8, 4, 2, 1))
 
     @compiled
-    def product(a, ai, stride, rows, weights, wi, words, strip, c, ci, add):
+    def product(kind, a, ai, stride, rows, weights, wi, words, strip, c, ci, add):
         """Computes a block; see :func:`product_of`."""
         row = 0
         while row < rows:
@@ -172,7 +172,7 @@ def _tile_product(multiply: Any) -> Any:
     clear, step = tiles.clear_block, tiles.TILE_ROWS
 
     @compiled
-    def product(a, ai, stride, rows, weights, wi, words, strip, c, ci, add):
+    def product(kind, a, ai, stride, rows, weights, wi, words, strip, c, ci, add):
         """Computes a block, of 16 or 32 rows whatever ``rows`` is; see :func:`product_of`."""
         whole = rows > step
         if add and whole:
@@ -214,13 +214,14 @@ def uses_tiles(precision: str) -> bool:
 
 @cache
 def product_of(precision: str, *, in_tiles: bool) -> Any:
-    """The kernel ``product(a, ai, stride, rows, weights, wi, words, strip, c, ci, add)``.
+    """The kernel ``product(kind, a, ai, stride, rows, weights, wi, words, strip, c, ci, add)``.
 
     It sets, or with ``add`` adds to, the first ``rows`` rows of a block of 32 by 32 numbers that begins at ``c[ci]``.
     ``a`` holds words: row r begins at ``a[ai + r * stride]``. ``words`` of each row meet as many of each of the two
     strips of weights, which begin at ``weights[wi]``, ``strip`` words apart. ``c`` is float32, for int8 int32;
     activations are unsigned then. In tiles, rows are computed by sixteens, so that memory for them has to be there,
-    and ``words`` is a multiple of 16.
+    and ``words`` is a multiple of 16. ``kind`` is one of :mod:`~chairlift.model.kernels.kinds`: code from Numba's cache
+    is found by name and types of arguments, so functions that differ may not be called with the same.
     """
     if in_tiles:
         return _tile_product({"bfloat16": tiles.multiply_bfloat16, "int8": tiles.multiply_int8}[precision])

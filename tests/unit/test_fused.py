@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,25 @@ def test_int8_without_the_cpu_backend_is_refused(tmp_path: Path) -> None:
 KINDS = {(name, "Tiles" in kind.__name__): kind() for kind, name in kinds.PRECISIONS.items()}
 
 
+@cache
+def unit_kernel(precision: str, in_tiles: bool) -> Any:
+    """A kernel that computes one unit; compiled once, not for every case."""
+    product = products.product_of(precision, in_tiles=in_tiles)
+    begin, keep, config = tiles.configure, tiles.keep_configuration, tiles.full_tiles()
+
+    @njit
+    def run(kind, a, words, rows, packed, c, unit, add):  # type: ignore[no-untyped-def]
+        kept = np.empty(64, np.uint8)
+        if in_tiles:
+            keep(kept)
+            begin(config)
+        product(kind, a, 0, words, rows, packed, unit * 32 * words, words, words * 16, c, unit * 1024, add)
+        if in_tiles:
+            begin(kept)
+
+    return run
+
+
 def block_of(precision: str, in_tiles: bool, rows: int, add: bool) -> tuple[np.ndarray, np.ndarray]:
     """A block by the kernel, over three units of weights, and what it should be."""
     rng = np.random.default_rng(rows)
@@ -218,22 +238,10 @@ def block_of(precision: str, in_tiles: bool, rows: int, add: bool) -> tuple[np.n
         weights, a = bits[:columns], np.ascontiguousarray(bits[columns:])
         c = rng.normal(size=(32, 96)).astype(np.float32)
     packed, words = products.pack(weights), width * weights.itemsize // 4
-    product = products.product_of(precision, in_tiles=in_tiles)
-    begin, keep, config = tiles.configure, tiles.keep_configuration, tiles.full_tiles()
-
-    @njit
-    def run(kind, a, packed, c, unit):  # type: ignore[no-untyped-def]
-        kept = np.empty(64, np.uint8)
-        if in_tiles:
-            keep(kept)
-            begin(config)
-        product(kind, a, 0, words, rows, packed, unit * 32 * words, words, words * 16, c, unit * 1024, add)
-        if in_tiles:
-            begin(kept)
-
     blocks = np.ascontiguousarray(c.reshape(32, 3, 32).swapaxes(0, 1)).reshape(-1)
     for unit in range(3):
-        run(KINDS[precision, in_tiles], a.view(np.int32).reshape(-1), packed, blocks, unit)
+        run = unit_kernel(precision, in_tiles)
+        run(KINDS[precision, in_tiles], a.view(np.int32).reshape(-1), words, rows, packed, blocks, unit, add)
     result = blocks.reshape(3, 32, 32).swapaxes(0, 1).reshape(32, 96)[:rows]
     full = np.zeros((32, 96), expected.dtype)
     full[:, :columns] = expected

@@ -91,11 +91,7 @@ def simulate_rollout(
         for arrival, *outcomes in zip(arrivals, drawn[False], drawn[True], strict=True):
             side = splitter.is_candidates(None)
             count[side] += 1
-            seconds, outcome = outcomes[side]
-            while ends and ends[0][0] <= arrival:
-                _finish(logs, ends)
-            sample = logs[side].begin(arrival)
-            heapq.heappush(ends, (arrival + seconds, sample.index, side, sample, outcome))
+            _begin(logs, ends, side, arrival, *outcomes[side])
         now += tick
         while ends and ends[0][0] <= now:
             _finish(logs, ends)
@@ -114,6 +110,17 @@ def _draw(rng: np.random.Generator, behaviour: Behaviour, n: int, now: float) ->
     times, error_rate = behaviour(rng, n, now)
     failed = rng.random(n) < error_rate
     return [(seconds, FAILED if bad else ANSWERED) for seconds, bad in zip(times.tolist(), failed, strict=True)]
+
+
+def _begin(
+    logs: dict[bool, SampleLog], ends: list[tuple[float, int, bool, Sample, int]], side: bool, arrival: float,
+    seconds: float, outcome: int,
+) -> None:  # fmt: skip
+    """Ends what is due by ``arrival``, and begins a request that takes so many seconds."""
+    while ends and ends[0][0] <= arrival:
+        _finish(logs, ends)
+    sample = logs[side].begin(arrival)
+    heapq.heappush(ends, (arrival + seconds, sample.index, side, sample, outcome))
 
 
 def _finish(logs: dict[bool, SampleLog], ends: list[tuple[float, int, bool, Sample, int]]) -> None:

@@ -101,11 +101,7 @@ class LocalExecutor:
             most=config.max_num_seqs * -(-max_model_len // config.block_size),
         )
         self._runner: ModelRunner | None = _runner(model, attention, num_blocks, config.block_size, num_host_blocks)
-        # Kernels compile when they first run: that is now, and not in somebody's first token.
-        with _progress("compiling kernels for this processor, which later starts of this version need not"):
-            first = self._runner.run(StepLimits(8, 2, min(8, max_model_len), config.block_size).largest_step())
-        if first.failed:
-            raise NonFiniteLogitsError(range(len(first.failed)), f"the first step of {source.name}")
+        _first_step(self._runner, limits, source.name)
         recompute, swap = _measure_speeds(self._runner, limits) if num_host_blocks else (0.0, 0.0)
         self._capacity = Capacity(
             num_blocks=num_blocks,
@@ -180,6 +176,19 @@ class StepLimits:
             for i, n in enumerate([rows] + [1] * others)
         ]
         return StepPlan(0, chunks, RowCounts(prefill=rows, decode=others))
+
+
+def _first_step(runner: ModelRunner, limits: StepLimits, name: str) -> None:
+    """Kernels compile when they first run: that is now, and not in somebody's first token.
+
+    Raises:
+        NonFiniteLogitsError: the model computes nonsense.
+    """
+    small = StepLimits(8, 2, min(8, limits.max_model_len), limits.block_size)
+    with _progress("compiling kernels for this processor, which later starts of this version need not"):
+        outcome = runner.run(small.largest_step())
+    if outcome.failed:
+        raise NonFiniteLogitsError(range(len(outcome.failed)), f"the first step of {name}")
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from chairlift.model.attention.base import AttentionBackend, LayerKVs
 from chairlift.model.attention.cpu import LOG2_E, CpuAttention, CpuMetadata, WorkPlan
 from chairlift.model.config import ModelConfig
 from chairlift.model.kernels import kinds, tiles
+from chairlift.model.kernels.by_kind import Packed
 from chairlift.model.kernels.decoder import (
     STAGES,
     STAGES_PER_LAYER,
@@ -77,7 +78,9 @@ class FusedCausalLM:
             tile=attention.tile_rows,
             threads=self._threads,
         )
-        self._weights, self._head = self._pack(model)
+        # The head comes first: a tied one is the embedding, which stays.
+        self._head = Packed(*_pack([model.head], is_quantized(self._kind), keep=config.tie_word_embeddings), 0, 0)
+        self._weights = self._pack(model)
         self._pool = ThreadPoolExecutor(max(1, self._threads - 1), thread_name_prefix="chairlift-compute")
         self._config = tiles.full_tiles()
         self._counters = np.zeros((1 + STAGES_PER_LAYER * config.num_layers) * COUNTER, np.int64)
@@ -93,7 +96,7 @@ class FusedCausalLM:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
-        return int(sum(array.nbytes for array in (*self._weights, *self._head)))
+        return int(sum(array.nbytes for array in (*self._weights, *self._head[:3])))
 
     @torch.inference_mode()
     def __call__(
@@ -140,7 +143,7 @@ class FusedCausalLM:
             self._head_rows = np.zeros(filled * width, self._buffers.activations.dtype), np.empty(filled, np.float32)
         self._counters[:] = 0
         self._run(
-            run_head, self._threads, self._kind, hidden.contiguous().view(-1).numpy(), rows, width, *self._head,
+            run_head, self._threads, self._kind, hidden.contiguous().view(-1).numpy(), rows, width, self._head,
             *self._head_rows, self._logits, columns, stride, self._counters, self._config,
         )  # fmt: skip
         return torch.from_numpy(self._logits).view(-1, stride)[:rows, : self.config.vocab_size]
@@ -189,20 +192,17 @@ class FusedCausalLM:
             hidden=np.zeros(rows * sizes.hidden, np.float32),
         )
 
-    def _pack(self, model: CausalLM) -> tuple[Weights, tuple[Words, Floats, Words]]:
+    def _pack(self, model: CausalLM) -> Weights:
         layers = [cast("DecoderLayer", layer) for layer in model.layers]
         attentions = [layer.attention for layer in layers]
-        quantized = is_quantized(self._kind)
-        # A tied head is the embedding, which stays.
-        head = _pack([model.head], quantized, keep=self.config.tie_word_embeddings)
         for layer in layers:
             layer.gate_up.weight.data = _interleaved(layer.gate_up.weight.data)
         projections = [
             p for layer in layers for p in (layer.attention.qkv, layer.attention.o, layer.gate_up, layer.down)
         ]
-        weights = Weights(
+        return Weights(
             _flat(model.embedding.data),
-            *_pack(projections, quantized),
+            *_pack(projections, is_quantized(self._kind)),
             qkv_bias=_biases([attention.qkv.bias for attention in attentions], self._sizes.qkv),
             attention_norm=_floats([layer.attention_norm.weight for layer in layers]),
             mlp_norm=_floats([layer.mlp_norm.weight for layer in layers]),
@@ -210,7 +210,6 @@ class FusedCausalLM:
             q_norm=_floats([attention.q_norm.weight for attention in attentions if attention.q_norm is not None]),
             k_norm=_floats([attention.k_norm.weight for attention in attentions if attention.k_norm is not None]),
         )
-        return weights, head
 
 
 def unsupported(config: ModelConfig, dtype: torch.dtype, quantization: str | None) -> str | None:

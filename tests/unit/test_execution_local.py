@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -218,3 +219,18 @@ def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_device("auto") == resolve_device("cpu") == CPU
     with pytest.raises(ConfigError, match="torch sees no CUDA device"):
         resolve_device("cuda")
+
+
+def test_what_takes_long_at_the_start_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO", logger=local.__name__)
+    with local._progress("what is soon done"):
+        pass
+    assert not caplog.messages
+    monkeypatch.setattr(local, "PROGRESS_SECONDS", 0.001)
+    with local._progress("compiling"):
+        while not caplog.messages:
+            time.sleep(0.001)
+    assert caplog.messages[0] == "compiling: 0 s so far"
+    assert caplog.messages[-1] == "compiling: done in 0 s"

@@ -15,6 +15,8 @@ SOURCE_DIGEST = hashlib.sha256(
 """Numba keys its cache of compiled code by the file that a kernel stands in, and kernels are put together from many.
 They capture this, so that a change in any of them compiles them anew."""
 
+COMPILED_ONLY = "only compiled code can call this"
+
 _OPTIONS: dict[str, Any] = {
     "nogil": True,
     "error_model": "numpy",

@@ -10,33 +10,25 @@ where the next stage needs what others made::
 The residual stream is float32 whatever the weights are.
 """
 
-# ruff: noqa: ARG001 -- the variants of an operation take the same arguments, whichever they need.
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
-from numba.extending import overload
 
-from chairlift.model.kernels import kinds, products, tiles
+from chairlift.model.kernels import tiles
+from chairlift.model.kernels.by_kind import Packed, begin, end, quantize_rows, unit_product, words_of
 from chairlift.model.kernels.compiling import SOURCE_DIGEST, compiled
-from chairlift.model.kernels.kinds import in_tiles, is_quantized
 from chairlift.model.kernels.paged_attention import Shape, fetch_first, make_scratch, merge_partials, run_item
 from chairlift.model.kernels.products import BLOCK_COLUMNS, BLOCK_ROWS
 from chairlift.model.kernels.rows import embed, gated, normalize, rotate, write_row
-from chairlift.model.kernels.simd import LANES, fma, load, load_difference, prefetch, splat, store
+from chairlift.model.kernels.simd import LANES, fma, load, prefetch, splat, store
 from chairlift.model.kernels.threads import claim, meet, ticks
 
 QKV, ATTENTION, MERGES, OUTPUT, GATE_UP, DOWN = range(6)
 STAGES_PER_LAYER = 6
 """Stages whose pieces are claimed."""
-FEW_ROWS = 64
-CHUNK_WORDS = 144
-"""With more rows than a few, weights are used often, and are multiplied in chunks of so many words: what a block of
-rows and a unit of weights need then stays in the first-level cache."""
-
 STAGES = ("norm", "qkv", "rotate", "attention", "output", "gate_up", "down", "quantize")
 """What a step's time goes to; waiting for the slower threads of a stage belongs to it."""
 NORM, T_QKV, ROTATE, T_ATTENTION, T_OUTPUT, T_GATE_UP, T_DOWN, QUANTIZE = range(len(STAGES))
@@ -76,16 +68,6 @@ class Weights(NamedTuple):
     final_norm: Any
     q_norm: Any
     k_norm: Any
-
-
-class Packed(NamedTuple):
-    """One packed projection: where its first word and its first column lie in the arrays of many."""
-
-    words: Any
-    scales: Any
-    offsets: Any
-    first_word: int
-    first_column: int
 
 
 class Buffers(NamedTuple):
@@ -131,125 +113,6 @@ class Cache(NamedTuple):
 
     keys: Any
     values: Any
-
-
-# ---- by kind ----
-
-
-def begin(kind, config, kept):  # pragma: no cover
-    """Sets a thread's tiles up."""
-    raise NotImplementedError
-
-
-@overload(begin)
-def _begin(kind, config, kept):
-    keep, configure = tiles.keep_configuration, tiles.configure
-
-    def set_up(kind, config, kept):
-        keep(kept)
-        configure(config)
-
-    def nothing(kind, config, kept):
-        pass
-
-    return set_up if in_tiles(kind) else nothing
-
-
-def end(kind, kept):  # pragma: no cover
-    """Puts a thread's tiles back."""
-    raise NotImplementedError
-
-
-@overload(end)
-def _end(kind, kept):
-    configure = tiles.configure
-
-    def put_back(kind, kept):
-        configure(kept)
-
-    def nothing(kind, kept):
-        pass
-
-    return put_back if in_tiles(kind) else nothing
-
-
-def words_of(kind, made, activations):  # pragma: no cover
-    """What a product takes: what a stage made, or for int8 what it was quantized to."""
-    raise NotImplementedError
-
-
-@overload(words_of)
-def _words_of(kind, made, activations):
-    def as_made(kind, made, activations):
-        return made.view(np.int32)
-
-    def as_quantized(kind, made, activations):
-        return activations.view(np.int32)
-
-    return as_quantized if is_quantized(kind) else as_made
-
-
-def quantize_rows(kind, made, width, activations, scales, first, last):  # pragma: no cover
-    """Makes activations of a thread's rows of what a stage made, and says whether there was something to do."""
-    raise NotImplementedError
-
-
-@overload(quantize_rows)
-def _quantize_rows(kind, made, width, activations, scales, first, last):
-    def nothing(kind, made, width, activations, scales, first, last):
-        return False
-
-    def quantize(kind, made, width, activations, scales, first, last):
-        for row in range(first, last):
-            write_row(kind, made, row * width, width, activations, row * width, scales, row)
-        return True
-
-    return quantize if is_quantized(kind) else nothing
-
-
-def unit_product(kind, a, packed, scales, unit, num_rows, width, numbers):  # pragma: no cover
-    """Sets ``numbers`` [rows, 32] float32 to the product of all rows and one unit, which is a pair of strips."""
-    raise NotImplementedError
-
-
-@overload(unit_product)
-def _unit_product(kind, a, packed, scales, unit, num_rows, width, numbers):
-    product = products.product_of(kinds.PRECISIONS[kind.instance_class], in_tiles=in_tiles(kind))
-
-    @compiled
-    def multiply(kind, a, weights, wi, num_rows, words, numbers):
-        chunk = words
-        if num_rows > FEW_ROWS:
-            chunk = -(-words // -(-words // CHUNK_WORDS) // LANES) * LANES
-        for first in range(0, words, chunk):
-            count = min(chunk, words - first)
-            for row in range(0, num_rows, BLOCK_ROWS):
-                product(
-                    kind, a, row * words + first, words, min(BLOCK_ROWS, num_rows - row), weights, wi + first * LANES,
-                    count, words * LANES, numbers, row * BLOCK_COLUMNS, first > 0,
-                )  # fmt: skip
-
-    def plain(kind, a, packed, scales, unit, num_rows, width, numbers):
-        words = width // kind.per_word
-        multiply(kind, a, packed.words, packed.first_word + unit * BLOCK_COLUMNS * words, num_rows, words, numbers)
-
-    def scaled(kind, a, packed, scales, unit, num_rows, width, numbers):
-        words = width // kind.per_word
-        integers = numbers.view(np.int32)
-        multiply(kind, a, packed.words, packed.first_word + unit * BLOCK_COLUMNS * words, num_rows, words, integers)
-        first = packed.first_column + unit * BLOCK_COLUMNS
-        zero = splat(np.float32(0))
-        for row in range(num_rows):
-            scale = splat(scales[row])
-            for i in range(0, BLOCK_COLUMNS, LANES):
-                sums = load_difference(integers, row * BLOCK_COLUMNS + i, packed.offsets, first + i)
-                factor = fma(load(packed.scales, first + i), scale, zero)
-                store(numbers, row * BLOCK_COLUMNS + i, fma(sums, factor, zero))
-
-    return scaled if is_quantized(kind) else plain
-
-
-# ---- stages ----
 
 
 @compiled
@@ -329,6 +192,19 @@ def _write(row, base, slot, sizes, qkv, keys, values, rounded):
 
 
 @compiled
+def _place_rows(first, last, layer, sizes, eps, qkv, bias, q_norm, k_norm, cos, sin, slots, keys, values, rounded):
+    """Rotates a thread's rows, and puts their keys and values in their places."""
+    base = layer * (len(keys) // sizes.num_layers)
+    if first < last:
+        _expect(base, slots[first], sizes, keys, values)
+    for row in range(first, last):
+        if row + 1 < last:
+            _expect(base, slots[row + 1], sizes, keys, values)
+        _rotate(row, layer, sizes, eps, qkv, bias, q_norm, k_norm, cos, sin)
+        _write(row, base, slots[row], sizes, qkv, keys, values, rounded)
+
+
+@compiled
 def _attend(layer, sizes, scale, qkv, step, cache, attended, scratch, counters, stage, meetings):
     """The attention of one layer."""
     shape = Shape(
@@ -358,10 +234,11 @@ def _attend(layer, sizes, scale, qkv, step, cache, attended, scratch, counters, 
 
 
 @compiled
-def _words(sizes, per_word):
-    """Packed words of one layer."""
-    numbers = sizes.hidden * (sizes.qkv + sizes.num_heads * sizes.head_dim + 3 * sizes.inner)
-    return numbers // per_word
+def _first_projection(words, scales, offsets, layer, sizes, per_word):
+    """The projection that a layer begins with: qkv."""
+    layer_words = sizes.hidden * (sizes.qkv + sizes.num_heads * sizes.head_dim + 3 * sizes.inner) // per_word
+    layer_columns = sizes.qkv + 2 * sizes.hidden + 2 * sizes.inner
+    return Packed(words, scales, offsets, layer * layer_words, layer * layer_columns)
 
 
 @compiled
@@ -390,82 +267,113 @@ def _meet(counters, count, meetings, times, stage, since):
     return meetings, now
 
 
+@compiled
+def _run_step(thread, kind, sizes, eps, scale, weights, buffers, step, cache, counters, all_times, config):
+    """See ``run_step``."""
+    kept = np.empty(tiles.CONFIG_BYTES, np.uint8)
+    begin(kind, config, kept)
+    num_rows, count = len(step.token_ids), sizes.threads
+    first, last = num_rows * thread // count, num_rows * (thread + 1) // count
+    hidden, width = sizes.hidden, sizes.num_heads * sizes.head_dim
+    row = np.empty(hidden, np.float32)
+    numbers = np.empty(-(-num_rows // BLOCK_ROWS) * BLOCK_ROWS * BLOCK_COLUMNS, np.float32)
+    rounded = np.empty(sizes.head_dim, cache.keys.dtype)
+    scratch = make_scratch(cache.keys, Shape(0, 0, sizes.head_dim, 0, 0, sizes.tile))
+    x, qkv, activations, scales = buffers.x, buffers.qkv, buffers.activations, buffers.scales
+    words = activations.view(np.int32)
+    meetings, times, since = 0, all_times[thread], ticks()
+    for r in range(first, last):
+        embed(step.token_ids[r], weights.embedding, x, r * hidden, hidden)
+    for layer in range(sizes.num_layers):
+        stage = 1 + layer * STAGES_PER_LAYER
+        _norm_rows(kind, first, last, hidden, weights.attention_norm, layer * hidden, eps, x, activations, scales, row)
+        meetings, since = _meet(counters, count, meetings, times, NORM, since)
+        packed = _first_projection(weights.words, weights.scales, weights.offsets, layer, sizes, kind.per_word)
+        _product(
+            kind, words, num_rows, hidden, packed, qkv, sizes.qkv, sizes.qkv, False, scales, numbers, counters,
+            stage + QKV,
+        )  # fmt: skip
+        packed = _behind(packed, sizes.qkv, hidden, kind.per_word)
+        meetings, since = _meet(counters, count, meetings, times, T_QKV, since)
+        _place_rows(
+            first, last, layer, sizes, eps, qkv, weights.qkv_bias, weights.q_norm, weights.k_norm, step.cos, step.sin,
+            step.slots, cache.keys, cache.values, rounded,
+        )  # fmt: skip
+        meetings, since = _meet(counters, count, meetings, times, ROTATE, since)
+        meetings = _attend(
+            layer, sizes, scale, qkv, step, cache, buffers.attended, scratch, counters, stage + ATTENTION, meetings
+        )
+        meetings, since = _meet(counters, count, meetings, times, T_ATTENTION, since)
+        if quantize_rows(kind, buffers.attended, width, activations, scales, first, last):
+            meetings, since = _meet(counters, count, meetings, times, QUANTIZE, since)
+        _product(
+            kind, words_of(kind, buffers.attended, activations), num_rows, width, packed, x, hidden, hidden,
+            True, scales, numbers, counters, stage + OUTPUT,
+        )  # fmt: skip
+        packed = _behind(packed, hidden, width, kind.per_word)
+        meetings, since = _meet(counters, count, meetings, times, T_OUTPUT, since)
+        _norm_rows(kind, first, last, hidden, weights.mlp_norm, layer * hidden, eps, x, activations, scales, row)
+        meetings, since = _meet(counters, count, meetings, times, NORM, since)
+        _gated_product(
+            kind, words, num_rows, hidden, packed, buffers.inner, sizes.inner, scales, numbers, counters,
+            stage + GATE_UP,
+        )  # fmt: skip
+        packed = _behind(packed, 2 * sizes.inner, hidden, kind.per_word)
+        meetings, since = _meet(counters, count, meetings, times, T_GATE_UP, since)
+        if quantize_rows(kind, buffers.inner, sizes.inner, activations, scales, first, last):
+            meetings, since = _meet(counters, count, meetings, times, QUANTIZE, since)
+        _product(
+            kind, words_of(kind, buffers.inner, activations), num_rows, sizes.inner, packed, x, hidden, hidden,
+            True, scales, numbers, counters, stage + DOWN,
+        )  # fmt: skip
+        meetings, since = _meet(counters, count, meetings, times, T_DOWN, since)
+    for r in range(first, last):
+        normalize(x, r * hidden, weights.final_norm, 0, hidden, eps, buffers.hidden, r * hidden)
+    end(kind, kept)
+
+
+@compiled
+def _run_head(
+    thread, count, kind, hidden, num_rows, width, packed, activations, scales, logits, columns, stride, counters, config
+):
+    """See ``run_head``."""
+    kept = np.empty(tiles.CONFIG_BYTES, np.uint8)
+    begin(kind, config, kept)
+    numbers = np.empty(-(-num_rows // BLOCK_ROWS) * BLOCK_ROWS * BLOCK_COLUMNS, np.float32)
+    for row in range(num_rows * thread // count, num_rows * (thread + 1) // count):
+        write_row(kind, hidden, row * width, width, activations, row * width, scales, row)
+    meet(counters, count, 0)
+    _product(
+        kind,
+        activations.view(np.int32),
+        num_rows,
+        width,
+        packed,
+        logits,
+        columns,
+        stride,
+        False,
+        scales,
+        numbers,
+        counters,
+        1,
+    )
+    end(kind, kept)
+
+
 def _build(digest: str, *, cache: bool) -> tuple[Any, Any]:
     """Makes the kernels. They capture ``digest`` so that Numba's cache of compiled code depends on it."""
     entry = njit(nogil=True, cache=cache, error_model="numpy", boundscheck=False)
 
     @entry
-    def run_step(thread, kind, sizes, eps, scale, weights, buffers, step, cache, counters, all_times, config):
+    def run_step(thread, kind, sizes, eps, scale, weights, buffers, step, cache, counters, times, config):
         """One thread's part of a step, up to the final norm, into ``buffers.hidden``. All threads have to call it.
 
-        ``counters`` has (1 + STAGES_PER_LAYER × layers) × COUNTER zeros; ``all_times`` [threads, stages] int64 is added
-        to, in ticks of the processor's clock; ``config`` is :func:`tiles.full_tiles`.
+        ``counters`` has (1 + STAGES_PER_LAYER × layers) × COUNTER zeros; ``times`` [threads, stages] int64 is added to,
+        in ticks of the processor's clock; ``config`` is :func:`tiles.full_tiles`.
         """
         digest  # noqa: B018
-        kept = np.empty(tiles.CONFIG_BYTES, np.uint8)
-        begin(kind, config, kept)
-        num_rows, count = len(step.token_ids), sizes.threads
-        first, last = num_rows * thread // count, num_rows * (thread + 1) // count
-        hidden, width = sizes.hidden, sizes.num_heads * sizes.head_dim
-        row = np.empty(hidden, np.float32)
-        numbers = np.empty(-(-num_rows // BLOCK_ROWS) * BLOCK_ROWS * BLOCK_COLUMNS, np.float32)
-        rounded = np.empty(sizes.head_dim, cache.keys.dtype)
-        scratch = make_scratch(cache.keys, Shape(0, 0, sizes.head_dim, 0, 0, sizes.tile))
-        x, qkv, activations, scales = buffers.x, buffers.qkv, buffers.activations, buffers.scales
-        words = activations.view(np.int32)
-        layer_words = _words(sizes, kind.per_word)
-        layer_columns = sizes.qkv + 2 * hidden + 2 * sizes.inner
-        meetings, times, since = 0, all_times[thread], ticks()
-        for r in range(first, last):
-            embed(step.token_ids[r], weights.embedding, x, r * hidden, hidden)
-        for layer in range(sizes.num_layers):
-            stage = 1 + layer * STAGES_PER_LAYER
-            _norm_rows(
-                kind, first, last, hidden, weights.attention_norm, layer * hidden, eps, x, activations, scales, row
-            )
-            meetings, since = _meet(counters, count, meetings, times, NORM, since)
-            packed = Packed(weights.words, weights.scales, weights.offsets, layer * layer_words, layer * layer_columns)
-            _product(
-                kind, words, num_rows, hidden, packed, qkv, sizes.qkv, sizes.qkv, False, scales, numbers, counters,
-                stage + QKV,
-            )  # fmt: skip
-            packed = _behind(packed, sizes.qkv, hidden, kind.per_word)
-            meetings, since = _meet(counters, count, meetings, times, T_QKV, since)
-            base = layer * (len(cache.keys) // sizes.num_layers)
-            for r in range(first, last):
-                _rotate(r, layer, sizes, eps, qkv, weights.qkv_bias, weights.q_norm, weights.k_norm, step.cos, step.sin)
-                _write(r, base, step.slots[r], sizes, qkv, cache.keys, cache.values, rounded)
-            meetings, since = _meet(counters, count, meetings, times, ROTATE, since)
-            meetings = _attend(
-                layer, sizes, scale, qkv, step, cache, buffers.attended, scratch, counters, stage + ATTENTION, meetings
-            )
-            meetings, since = _meet(counters, count, meetings, times, T_ATTENTION, since)
-            if quantize_rows(kind, buffers.attended, width, activations, scales, first, last):
-                meetings, since = _meet(counters, count, meetings, times, QUANTIZE, since)
-            _product(
-                kind, words_of(kind, buffers.attended, activations), num_rows, width, packed, x, hidden, hidden,
-                True, scales, numbers, counters, stage + OUTPUT,
-            )  # fmt: skip
-            packed = _behind(packed, hidden, width, kind.per_word)
-            meetings, since = _meet(counters, count, meetings, times, T_OUTPUT, since)
-            _norm_rows(kind, first, last, hidden, weights.mlp_norm, layer * hidden, eps, x, activations, scales, row)
-            meetings, since = _meet(counters, count, meetings, times, NORM, since)
-            _gated_product(
-                kind, words, num_rows, hidden, packed, buffers.inner, sizes.inner, scales, numbers, counters,
-                stage + GATE_UP,
-            )  # fmt: skip
-            packed = _behind(packed, 2 * sizes.inner, hidden, kind.per_word)
-            meetings, since = _meet(counters, count, meetings, times, T_GATE_UP, since)
-            if quantize_rows(kind, buffers.inner, sizes.inner, activations, scales, first, last):
-                meetings, since = _meet(counters, count, meetings, times, QUANTIZE, since)
-            _product(
-                kind, words_of(kind, buffers.inner, activations), num_rows, sizes.inner, packed, x, hidden, hidden,
-                True, scales, numbers, counters, stage + DOWN,
-            )  # fmt: skip
-            meetings, since = _meet(counters, count, meetings, times, T_DOWN, since)
-        for r in range(first, last):
-            normalize(x, r * hidden, weights.final_norm, 0, hidden, eps, buffers.hidden, r * hidden)
-        end(kind, kept)
+        _run_step(thread, kind, sizes, eps, scale, weights, buffers, step, cache, counters, times, config)
 
     @entry
     def run_head(
@@ -475,9 +383,7 @@ def _build(digest: str, *, cache: bool) -> tuple[Any, Any]:
         hidden,
         num_rows,
         width,
-        words,
-        column_scales,
-        column_offsets,
+        head,
         activations,
         scales,
         logits,
@@ -488,32 +394,13 @@ def _build(digest: str, *, cache: bool) -> tuple[Any, Any]:
     ):
         """One thread's part of the logits [num_rows, columns] of hidden states [num_rows, width], float32 both.
 
-        All threads have to call it.
+        All threads have to call it. Rows of logits lie ``stride`` numbers apart.
         """
         digest  # noqa: B018
-        kept = np.empty(tiles.CONFIG_BYTES, np.uint8)
-        begin(kind, config, kept)
-        numbers = np.empty(-(-num_rows // BLOCK_ROWS) * BLOCK_ROWS * BLOCK_COLUMNS, np.float32)
-        for row in range(num_rows * thread // count, num_rows * (thread + 1) // count):
-            write_row(kind, hidden, row * width, width, activations, row * width, scales, row)
-        meet(counters, count, 0)
-        packed = Packed(words, column_scales, column_offsets, 0, 0)
-        _product(
-            kind,
-            activations.view(np.int32),
-            num_rows,
-            width,
-            packed,
-            logits,
-            columns,
-            stride,
-            False,
-            scales,
-            numbers,
-            counters,
-            1,
-        )
-        end(kind, kept)
+        _run_head(
+            thread, count, kind, hidden, num_rows, width, head, activations, scales, logits, columns, stride, counters,
+            config,
+        )  # fmt: skip
 
     return run_step, run_head
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numba.extending import overload
 
-from chairlift.model.kernels.compiling import compiled
+from chairlift.model.kernels.compiling import COMPILED_ONLY, compiled
 from chairlift.model.kernels.kinds import is_quantized
 from chairlift.model.kernels.simd import (
     LANES,
@@ -56,7 +56,7 @@ def normalize(x: Any, xi: int, weight: Any, wi: int, size: int, eps: float, row:
 
 def write_row(kind, source, si, size, activations, ai, scales, row):  # pragma: no cover
     """Writes float32 numbers as a product takes them; int8 is scaled by the row's largest number."""
-    raise NotImplementedError
+    raise TypeError(COMPILED_ONLY)
 
 
 @overload(write_row)

@@ -1,0 +1,148 @@
+"""What a step does differently for each kind of product: Numba picks the variant by the type of ``kind``.
+
+A stub says what an operation does, and is what kernels call. The function behind it returns the variant for a kind.
+"""
+
+# ruff: noqa: ARG001 -- the variants of an operation take the same arguments, whichever they need.
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba.extending import overload
+
+from chairlift.model.kernels import kinds, products, tiles
+from chairlift.model.kernels.compiling import COMPILED_ONLY, compiled
+from chairlift.model.kernels.kinds import in_tiles, is_quantized
+from chairlift.model.kernels.products import BLOCK_COLUMNS, BLOCK_ROWS
+from chairlift.model.kernels.rows import write_row
+from chairlift.model.kernels.simd import LANES, fma, load, load_difference, splat, store
+
+FEW_ROWS = 64
+CHUNK_WORDS = 144
+"""With more rows than a few, weights are used often, and are multiplied in chunks of so many words: what a block of
+rows and a unit of weights need then stays in the first-level cache."""
+
+
+class Packed(NamedTuple):
+    """One packed projection: where its first word and its first column lie in the arrays of many."""
+
+    words: Any
+    scales: Any
+    offsets: Any
+    first_word: int
+    first_column: int
+
+
+def begin(kind, config, kept):  # pragma: no cover
+    """Sets a thread's tiles up."""
+    raise TypeError(COMPILED_ONLY)
+
+
+@overload(begin)
+def _begin(kind, config, kept):
+    keep, configure = tiles.keep_configuration, tiles.configure
+
+    def set_up(kind, config, kept):
+        keep(kept)
+        configure(config)
+
+    def nothing(kind, config, kept):
+        pass
+
+    return set_up if in_tiles(kind) else nothing
+
+
+def end(kind, kept):  # pragma: no cover
+    """Puts a thread's tiles back."""
+    raise TypeError(COMPILED_ONLY)
+
+
+@overload(end)
+def _end(kind, kept):
+    configure = tiles.configure
+
+    def put_back(kind, kept):
+        configure(kept)
+
+    def nothing(kind, kept):
+        pass
+
+    return put_back if in_tiles(kind) else nothing
+
+
+def words_of(kind, made, activations):  # pragma: no cover
+    """What a product takes: what a stage made, or for int8 what it was quantized to."""
+    raise TypeError(COMPILED_ONLY)
+
+
+@overload(words_of)
+def _words_of(kind, made, activations):
+    def as_made(kind, made, activations):
+        return made.view(np.int32)
+
+    def as_quantized(kind, made, activations):
+        return activations.view(np.int32)
+
+    return as_quantized if is_quantized(kind) else as_made
+
+
+def quantize_rows(kind, made, width, activations, scales, first, last):  # pragma: no cover
+    """Makes activations of a thread's rows of what a stage made, and says whether there was something to do."""
+    raise TypeError(COMPILED_ONLY)
+
+
+@overload(quantize_rows)
+def _quantize_rows(kind, made, width, activations, scales, first, last):
+    def nothing(kind, made, width, activations, scales, first, last):
+        return False
+
+    def quantize(kind, made, width, activations, scales, first, last):
+        for row in range(first, last):
+            write_row(kind, made, row * width, width, activations, row * width, scales, row)
+        return True
+
+    return quantize if is_quantized(kind) else nothing
+
+
+def unit_product(kind, a, packed, scales, unit, num_rows, width, numbers):  # pragma: no cover
+    """Sets ``numbers`` [rows, 32] float32 to the product of all rows and one unit, which is a pair of strips."""
+    raise TypeError(COMPILED_ONLY)
+
+
+@overload(unit_product)
+def _unit_product(kind, a, packed, scales, unit, num_rows, width, numbers):
+    product = products.product_of(kinds.PRECISIONS[kind.instance_class], in_tiles=in_tiles(kind))
+
+    @compiled
+    def multiply(kind, a, weights, wi, num_rows, words, numbers):
+        chunk = words
+        if num_rows > FEW_ROWS:
+            chunk = -(-words // -(-words // CHUNK_WORDS) // LANES) * LANES
+        for first in range(0, words, chunk):
+            count = min(chunk, words - first)
+            for row in range(0, num_rows, BLOCK_ROWS):
+                product(
+                    kind, a, row * words + first, words, min(BLOCK_ROWS, num_rows - row), weights, wi + first * LANES,
+                    count, words * LANES, numbers, row * BLOCK_COLUMNS, first > 0,
+                )  # fmt: skip
+
+    def plain(kind, a, packed, scales, unit, num_rows, width, numbers):
+        words = width // kind.per_word
+        multiply(kind, a, packed.words, packed.first_word + unit * BLOCK_COLUMNS * words, num_rows, words, numbers)
+
+    def scaled(kind, a, packed, scales, unit, num_rows, width, numbers):
+        words = width // kind.per_word
+        integers = numbers.view(np.int32)
+        multiply(kind, a, packed.words, packed.first_word + unit * BLOCK_COLUMNS * words, num_rows, words, integers)
+        first = packed.first_column + unit * BLOCK_COLUMNS
+        zero = splat(np.float32(0))
+        for row in range(num_rows):
+            scale = splat(scales[row])
+            for i in range(0, BLOCK_COLUMNS, LANES):
+                sums = load_difference(integers, row * BLOCK_COLUMNS + i, packed.offsets, first + i)
+                factor = fma(load(packed.scales, first + i), scale, zero)
+                store(numbers, row * BLOCK_COLUMNS + i, fma(sums, factor, zero))
+
+    return scaled if is_quantized(kind) else plain

@@ -68,11 +68,13 @@ class ModelRunner:
             return outcome
         batch = build_batch(plan, self.block_size, self.device)
         metadata = self.attention.prepare(batch.layout)
-        hidden = self.model(batch.token_ids, batch.positions, self.kv.layers, self.attention, metadata)
+        hidden, logits = self.model(
+            batch.token_ids, batch.positions, self.kv.layers, self.attention, metadata, batch.sampled_rows
+        )
+        if batch.sampled:
+            self._choose(logits, batch, plan.step, outcome)
         for chunk, row in batch.targets:
             self._score_prompt(hidden, chunk, row, plan.step, outcome)
-        if batch.sampled:
-            self._choose(hidden, batch, plan.step, outcome)
         return outcome
 
     def _score_prompt(self, hidden: Tensor, chunk: SequenceChunk, row: int, step: int, outcome: StepOutcome) -> None:
@@ -90,10 +92,9 @@ class ModelRunner:
             outcome.failed[chunk.request_id] = str(NonFiniteLogitsError([row], of))
         outcome.prompt_logprobs[chunk.request_id] = scores
 
-    def _choose(self, hidden: Tensor, batch: Batch, step: int, outcome: StepOutcome) -> None:
+    def _choose(self, logits: Tensor, batch: Batch, step: int, outcome: StepOutcome) -> None:
         """Samples the rows that are due, with the logprobs that are wanted."""
         chunks = batch.sampled
-        logits = self.model.logits(hidden[batch.sampled_rows])
         forbid(logits, chunks)
         num_tops = {row: n for row, c in enumerate(chunks) if c.sampling and (n := c.sampling.logprobs) is not None}
         raw = logits[list(num_tops)] if num_tops else None

@@ -7,7 +7,6 @@ queries and what lies between norm and activation to bfloat16, this one keeps fl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import numpy as np
@@ -25,10 +24,10 @@ from chairlift.model.kernels.decoder import (
     STAGES_PER_LAYER,
     Buffers,
     Cache,
+    Head,
     Sizes,
     Step,
     Weights,
-    run_head,
     run_step,
 )
 from chairlift.model.kernels.products import BLOCK_COLUMNS, BLOCK_ROWS, WORD_BYTES, Words, pack, uses_tiles
@@ -65,7 +64,6 @@ class FusedCausalLM:
         self.rotary = model.rotary
         self._kind = _kind(dtype, quantization)
         self._attention = attention
-        self._threads = attention.num_threads
         self._sizes = Sizes(
             num_layers=config.num_layers,
             hidden=config.hidden_size,
@@ -76,18 +74,18 @@ class FusedCausalLM:
             qkv=_filled((config.num_heads + 2 * config.num_kv_heads) * config.head_dim),
             block_shift=attention.block_shift,
             tile=attention.tile_rows,
-            threads=self._threads,
+            threads=attention.threads.count,
         )
         # The head comes first: a tied one is the embedding, which stays.
-        self._head = Packed(*_pack([model.head], is_quantized(self._kind), keep=config.tie_word_embeddings), 0, 0)
+        self._packed_head = Packed(
+            *_pack([model.head], is_quantized(self._kind), keep=config.tie_word_embeddings), 0, 0
+        )
         self._weights = self._pack(model)
-        self._pool = ThreadPoolExecutor(max(1, self._threads - 1), thread_name_prefix="chairlift-compute")
         self._config = tiles.full_tiles()
-        self._counters = np.zeros((1 + STAGES_PER_LAYER * config.num_layers) * COUNTER, np.int64)
-        self.times = np.zeros((self._threads, len(STAGES)), np.int64)
+        self._counters = np.zeros((2 + STAGES_PER_LAYER * config.num_layers) * COUNTER, np.int64)
+        self.times = np.zeros((attention.threads.count, len(STAGES)), np.int64)
         self._buffers = self._make_buffers(BLOCK_ROWS)
         self._logits = np.empty(0, np.float32)
-        self._head_rows: tuple[npt.NDArray[Any], Floats] = self._buffers.activations, self._buffers.scales
         windows = sorted({window or 0 for window in config.sliding_windows})
         self._windows = windows
         self._layer_windows = np.array([window or 0 for window in config.sliding_windows], np.int64)
@@ -96,7 +94,7 @@ class FusedCausalLM:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
-        return int(sum(array.nbytes for array in (*self._weights, *self._head[:3])))
+        return int(sum(array.nbytes for array in (*self._weights, *self._packed_head[:3])))
 
     @torch.inference_mode()
     def __call__(
@@ -106,54 +104,59 @@ class FusedCausalLM:
         kv_caches: LayerKVs,
         attention: AttentionBackend[Any],
         metadata: CpuMetadata,
-    ) -> Tensor:
+        sampled: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """Computes one step of a ragged batch; see :meth:`CausalLM.forward`.
 
         Returns:
-            [T, hidden_size] float32, valid until the next step.
+            [T, hidden_size] float32, the residual stream behind the last layer, and [S, vocab_size] float32, the logits
+            of the ``sampled`` rows; both valid until the next step.
         """
         del attention  # the kernel's own
         rows = len(token_ids)
-        if rows * self.config.hidden_size > len(self._buffers.x):
-            self._buffers = self._make_buffers(rows)
+        self._make_room(rows)
         cos, sin = self.rotary(positions)
         plans = [self._attention.plan(metadata, window) for window in self._windows]
         step = self._step(token_ids, cos, sin, metadata, plans)
-        self._counters[:] = 0
-        scale = np.float32(self._attention.scale * LOG2_E)
-        self._run(
-            run_step, self._kind, self._sizes, np.float32(self.config.rms_norm_eps), scale, self._weights,
-            self._buffers, step, Cache(_flat(kv_caches.keys), _flat(kv_caches.values)), self._counters, self.times,
-            self._config,
-        )  # fmt: skip
-        hidden: Tensor = torch.from_numpy(self._buffers.hidden).view(-1, self.config.hidden_size)[:rows]
-        return hidden
+        cache = Cache(_flat(kv_caches.keys), _flat(kv_caches.values))
+        head = self._head_of(sampled.numpy())
+        self._run(self._sizes, self._buffers, head, step, cache)
+        stream: Tensor = torch.from_numpy(self._buffers.x).view(-1, self.config.hidden_size)[:rows]
+        return stream, self._scores(head)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token: [S, hidden_size] to [S, vocab_size] float32, valid until the next call."""
-        rows, width = hidden.shape
+        rows = len(hidden)
+        self._make_room(rows)
+        head = self._head_of(np.arange(rows))
+        buffers = self._buffers._replace(x=hidden.contiguous().view(-1).numpy())
+        nothing = np.empty(0, _bits(self.embedding).dtype)
+        self._run(self._sizes._replace(num_layers=0), buffers, head, self._no_step(), Cache(nothing, nothing))
+        return self._scores(head)
+
+    def _run(self, sizes: Sizes, buffers: Buffers, head: Head, step: Step, cache: Cache) -> None:
+        self._counters[:] = 0
+        self._attention.threads.run(
+            run_step, self._kind, sizes, np.float32(self.config.rms_norm_eps),
+            np.float32(self._attention.scale * LOG2_E), self._weights, head, buffers, step, cache, self._counters,
+            self.times, self._config,
+        )  # fmt: skip
+
+    def _head_of(self, rows: npt.NDArray[np.int64]) -> Head:
         columns = _filled(self.config.vocab_size)
         # A few numbers more than a power of two apart, or the rows would share the cache's places among them.
         stride = columns + BLOCK_COLUMNS
-        if rows * stride > len(self._logits):
-            filled = -(-rows // BLOCK_ROWS) * BLOCK_ROWS
+        if len(rows) * stride > len(self._logits):
             # Pages that are given back and taken anew at every step would cost as much as the product.
-            self._logits = np.empty(filled * stride, np.float32)
-            self._head_rows = np.zeros(filled * width, self._buffers.activations.dtype), np.empty(filled, np.float32)
-        self._counters[:] = 0
-        self._run(
-            run_head, self._threads, self._kind, hidden.contiguous().view(-1).numpy(), rows, width, self._head,
-            *self._head_rows, self._logits, columns, stride, self._counters, self._config,
-        )  # fmt: skip
-        return torch.from_numpy(self._logits).view(-1, stride)[:rows, : self.config.vocab_size]
+            self._logits = np.empty(_whole_blocks(len(rows)) * stride, np.float32)
+        return Head(self._packed_head, rows, self._logits, columns, stride)
 
-    def _run(self, kernel: Any, *arguments: Any) -> None:
-        """Runs a kernel on all threads, this one among them. It lets others have Python's lock while it runs."""
-        others = [self._pool.submit(kernel, thread, *arguments) for thread in range(1, self._threads)]
-        kernel(0, *arguments)
-        for other in others:
-            other.result()
+    def _scores(self, head: Head) -> Tensor:
+        scores: Tensor = torch.from_numpy(self._logits).view(-1, head.stride)[
+            : len(head.rows), : self.config.vocab_size
+        ]
+        return scores
 
     def _step(
         self, token_ids: Tensor, cos: Tensor, sin: Tensor, metadata: CpuMetadata, plans: Sequence[WorkPlan]
@@ -174,9 +177,19 @@ class FusedCausalLM:
             partial=np.empty((partials, self._sizes.tile, self._sizes.head_dim + 2), np.float32),
         )
 
+    def _no_step(self) -> Step:
+        """A step of no rows, of the same types as any other, since code is compiled for types."""
+        ints, floats = np.empty(0, np.int64), np.empty(0, np.float32)
+        tables, items, merges = (np.empty((0, columns), np.int32) for columns in (0, 8, 5))
+        partial = np.empty((0, 0, 0), np.float32)
+        return Step(ints, floats, floats, ints, tables, items, ints, merges, ints, ints, ints, partial)
+
+    def _make_room(self, rows: int) -> None:
+        if rows * self.config.hidden_size > len(self._buffers.x):
+            self._buffers = self._make_buffers(rows)
+
     def _make_buffers(self, rows: int) -> Buffers:
-        """Room for so many rows; more than the last time, if they grow, so that they do not grow at every step."""
-        rows = -(-rows // BLOCK_ROWS) * BLOCK_ROWS
+        rows = _whole_blocks(rows)
         sizes = self._sizes
         taken: type[np.generic] = np.uint8 if is_quantized(self._kind) else _bits(self.embedding).dtype.type
         made = np.float32 if is_quantized(self._kind) else taken
@@ -189,7 +202,6 @@ class FusedCausalLM:
             inner=np.zeros(rows * sizes.inner, made),
             activations=np.zeros(rows * widest, taken),
             scales=np.zeros(rows, np.float32),
-            hidden=np.zeros(rows * sizes.hidden, np.float32),
         )
 
     def _pack(self, model: CausalLM) -> Weights:
@@ -244,6 +256,10 @@ def _kind(dtype: torch.dtype, quantization: str | None) -> kinds.Kind:
 
 def _filled(columns: int) -> int:
     return -(-columns // BLOCK_COLUMNS) * BLOCK_COLUMNS
+
+
+def _whole_blocks(rows: int) -> int:
+    return -(-rows // BLOCK_ROWS) * BLOCK_ROWS
 
 
 def _interleaved(weight: Tensor) -> Tensor:

@@ -109,7 +109,8 @@ class CausalLM(nn.Module):
         kv_caches: Sequence[LayerKV],
         attention: AttentionBackend[M],
         metadata: M,
-    ) -> Tensor:
+        sampled: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """Computes one step of a ragged batch.
 
         Args:
@@ -118,21 +119,21 @@ class CausalLM(nn.Module):
             kv_caches: one for each layer, changed in place.
             attention: the backend.
             metadata: what the backend prepared for this step.
+            sampled: [S] int64, the rows whose logits are wanted.
 
         Returns:
-            [T, hidden_size] hidden states, after the final norm.
+            [T, hidden_size], the residual stream behind the last layer, and the logits [S, vocab_size] float32.
         """
         cos, sin = self.rotary(positions)
         x = F.embedding(token_ids, self.embedding)
         for layer, kv in zip(self.layers, kv_caches, strict=True):
             x = layer(x, cos, sin, kv, attention, metadata)
-        normed: Tensor = self.norm(x)
-        return normed
+        return x, self.logits(x[sampled])
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the next token: [S, hidden_size] to [S, vocab_size] float32."""
-        scores: Tensor = self.head(hidden)
+        """Scores of the next token: residual stream [S, hidden_size] to [S, vocab_size] float32."""
+        scores: Tensor = self.head(self.norm(hidden))
         return scores.float()
 
     @property

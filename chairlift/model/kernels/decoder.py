@@ -7,6 +7,10 @@ where the next stage needs what others made::
     norm | qkv | rotate, write keys and values | attention | output + residual |
     norm | gate and up, SwiGLU | down + residual
 
+and behind the last layer, of the rows that are sampled::
+
+    norm | head
+
 The residual stream is float32 whatever the weights are.
 """
 
@@ -29,9 +33,9 @@ from chairlift.model.kernels.threads import claim, meet, ticks
 QKV, ATTENTION, MERGES, OUTPUT, GATE_UP, DOWN = range(6)
 STAGES_PER_LAYER = 6
 """Stages whose pieces are claimed."""
-STAGES = ("norm", "qkv", "rotate", "attention", "output", "gate_up", "down", "quantize")
+STAGES = ("norm", "qkv", "rotate", "attention", "output", "gate_up", "down", "quantize", "head")
 """What a step's time goes to; waiting for the slower threads of a stage belongs to it."""
-NORM, T_QKV, ROTATE, T_ATTENTION, T_OUTPUT, T_GATE_UP, T_DOWN, QUANTIZE = range(len(STAGES))
+NORM, T_QKV, ROTATE, T_ATTENTION, T_OUTPUT, T_GATE_UP, T_DOWN, QUANTIZE, T_HEAD = range(len(STAGES))
 
 
 class Sizes(NamedTuple):
@@ -73,7 +77,7 @@ class Weights(NamedTuple):
 class Buffers(NamedTuple):
     """What is on its way, [rows, width] each, rows filled up to whole blocks.
 
-    ``x`` (the residual stream), ``qkv`` and ``hidden`` (the result) are float32. ``activations`` is what a product
+    ``x`` (the residual stream) and ``qkv`` are float32. ``activations`` is what a product
     takes, with ``scales`` for each row for int8. ``attended`` and ``inner`` are what a product takes too; for int8 they
     are float32 and become ``activations`` first.
     """
@@ -84,7 +88,19 @@ class Buffers(NamedTuple):
     inner: Any
     activations: Any
     scales: Any
-    hidden: Any
+
+
+class Head(NamedTuple):
+    """What scores the next token, and for whom: rows ``rows`` of the residual stream, into as many rows of ``logits``.
+
+    Of those the first ``columns`` numbers are written; they lie ``stride`` numbers apart.
+    """
+
+    packed: Any
+    rows: Any
+    logits: Any
+    columns: int
+    stride: int
 
 
 class Step(NamedTuple):
@@ -259,6 +275,20 @@ def _norm_rows(kind, first, last, width, weight, wi, eps, x, activations, scales
 
 
 @compiled
+def _score(thread, kind, sizes, eps, weight, head, x, activations, scales, row, numbers, counters, stage, meetings):
+    """Final norm and head of the rows that are asked for."""
+    num_rows, hidden = len(head.rows), sizes.hidden
+    for r in range(num_rows * thread // sizes.threads, num_rows * (thread + 1) // sizes.threads):
+        normalize(x, head.rows[r] * hidden, weight, 0, hidden, eps, row, 0)
+        write_row(kind, row, 0, hidden, activations, r * hidden, scales, r)
+    meet(counters, sizes.threads, meetings)
+    _product(
+        kind, activations.view(np.int32), num_rows, hidden, head.packed, head.logits, head.columns, head.stride, False,
+        scales, numbers, counters, stage,
+    )  # fmt: skip
+
+
+@compiled
 def _meet(counters, count, meetings, times, stage, since):
     """Waits for the others, and notes how long the stage took."""
     meetings = meet(counters, count, meetings)
@@ -268,7 +298,7 @@ def _meet(counters, count, meetings, times, stage, since):
 
 
 @compiled
-def _run_step(thread, kind, sizes, eps, scale, weights, buffers, step, cache, counters, all_times, config):
+def _run_step(thread, kind, sizes, eps, scale, weights, head, buffers, step, cache, counters, all_times, config):
     """See ``run_step``."""
     kept = np.empty(tiles.CONFIG_BYTES, np.uint8)
     begin(kind, config, kept)
@@ -276,7 +306,7 @@ def _run_step(thread, kind, sizes, eps, scale, weights, buffers, step, cache, co
     first, last = num_rows * thread // count, num_rows * (thread + 1) // count
     hidden, width = sizes.hidden, sizes.num_heads * sizes.head_dim
     row = np.empty(hidden, np.float32)
-    numbers = np.empty(-(-num_rows // BLOCK_ROWS) * BLOCK_ROWS * BLOCK_COLUMNS, np.float32)
+    numbers = np.empty(-(-max(num_rows, len(head.rows)) // BLOCK_ROWS) * BLOCK_ROWS * BLOCK_COLUMNS, np.float32)
     rounded = np.empty(sizes.head_dim, cache.keys.dtype)
     scratch = make_scratch(cache.keys, Shape(0, 0, sizes.head_dim, 0, 0, sizes.tile))
     x, qkv, activations, scales = buffers.x, buffers.qkv, buffers.activations, buffers.scales
@@ -327,86 +357,34 @@ def _run_step(thread, kind, sizes, eps, scale, weights, buffers, step, cache, co
             True, scales, numbers, counters, stage + DOWN,
         )  # fmt: skip
         meetings, since = _meet(counters, count, meetings, times, T_DOWN, since)
-    for r in range(first, last):
-        normalize(x, r * hidden, weights.final_norm, 0, hidden, eps, buffers.hidden, r * hidden)
-    end(kind, kept)
-
-
-@compiled
-def _run_head(
-    thread, count, kind, hidden, num_rows, width, packed, activations, scales, logits, columns, stride, counters, config
-):
-    """See ``run_head``."""
-    kept = np.empty(tiles.CONFIG_BYTES, np.uint8)
-    begin(kind, config, kept)
-    numbers = np.empty(-(-num_rows // BLOCK_ROWS) * BLOCK_ROWS * BLOCK_COLUMNS, np.float32)
-    for row in range(num_rows * thread // count, num_rows * (thread + 1) // count):
-        write_row(kind, hidden, row * width, width, activations, row * width, scales, row)
-    meet(counters, count, 0)
-    _product(
-        kind,
-        activations.view(np.int32),
-        num_rows,
-        width,
-        packed,
-        logits,
-        columns,
-        stride,
-        False,
-        scales,
-        numbers,
-        counters,
-        1,
-    )
-    end(kind, kept)
-
-
-def _build(digest: str, *, cache: bool) -> tuple[Any, Any]:
-    """Makes the kernels. They capture ``digest`` so that Numba's cache of compiled code depends on it."""
-    entry = njit(nogil=True, cache=cache, error_model="numpy", boundscheck=False)
-
-    @entry
-    def run_step(thread, kind, sizes, eps, scale, weights, buffers, step, cache, counters, times, config):
-        """One thread's part of a step, up to the final norm, into ``buffers.hidden``. All threads have to call it.
-
-        ``counters`` has (1 + STAGES_PER_LAYER × layers) × COUNTER zeros; ``times`` [threads, stages] int64 is added to,
-        in ticks of the processor's clock; ``config`` is :func:`tiles.full_tiles`.
-        """
-        digest  # noqa: B018
-        _run_step(thread, kind, sizes, eps, scale, weights, buffers, step, cache, counters, times, config)
-
-    @entry
-    def run_head(
-        thread,
-        count,
-        kind,
-        hidden,
-        num_rows,
-        width,
-        head,
-        activations,
-        scales,
-        logits,
-        columns,
-        stride,
-        counters,
-        config,
-    ):
-        """One thread's part of the logits [num_rows, columns] of hidden states [num_rows, width], float32 both.
-
-        All threads have to call it. Rows of logits lie ``stride`` numbers apart.
-        """
-        digest  # noqa: B018
-        _run_head(
-            thread, count, kind, hidden, num_rows, width, head, activations, scales, logits, columns, stride, counters,
-            config,
+    if len(head.rows):
+        _score(
+            thread, kind, sizes, eps, weights.final_norm, head, x, activations, scales, row, numbers, counters,
+            1 + sizes.num_layers * STAGES_PER_LAYER, meetings,
         )  # fmt: skip
+        times[T_HEAD] += ticks() - since
+    end(kind, kept)
 
-    return run_step, run_head
+
+def _build(digest: str, *, cache: bool) -> Any:
+    """Makes the kernel. Captures ``digest`` so that Numba's cache of compiled code depends on it."""
+
+    @njit(nogil=True, cache=cache, error_model="numpy", boundscheck=False)
+    def run_step(thread, kind, sizes, eps, scale, weights, head, buffers, step, cache, counters, times, config):
+        """One thread's part of a step, up to the logits of the rows that are sampled. All threads have to call it.
+
+        With no layers and no rows in ``step`` it computes logits alone, of what is in ``buffers.x``. ``counters`` has
+        (2 + STAGES_PER_LAYER × layers) × COUNTER zeros; ``times`` [threads, stages] int64 is added to, in ticks of the
+        processor's clock; ``config`` is :func:`tiles.full_tiles`.
+        """
+        digest  # noqa: B018
+        _run_step(thread, kind, sizes, eps, scale, weights, head, buffers, step, cache, counters, times, config)
+
+    return run_step
 
 
 try:
-    run_step, run_head = _build(SOURCE_DIGEST, cache=True)
+    run_step = _build(SOURCE_DIGEST, cache=True)
 except RuntimeError:
     # There is no folder that Numba may write to: every start compiles anew.
-    run_step, run_head = _build(SOURCE_DIGEST, cache=False)
+    run_step = _build(SOURCE_DIGEST, cache=False)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from chairlift.model.kernels.compiling import SOURCE_DIGEST, compiled
 from chairlift.model.kernels.simd import (
@@ -32,6 +32,7 @@ from chairlift.model.kernels.simd import (
     store,
     total,
 )
+from chairlift.model.kernels.threads import meet
 
 SEGMENT = 64
 CACHE_LINE = 64
@@ -375,8 +376,9 @@ def run_item(
 def _build(digest: str, *, cache: bool) -> Any:
     """Makes the kernel. Captures ``digest`` so that Numba's cache of compiled code depends on it."""
 
-    @njit(parallel=True, nogil=True, cache=cache, error_model="numpy", boundscheck=False)
+    @njit(nogil=True, cache=cache, error_model="numpy", boundscheck=False)
     def paged_attention(  # type: ignore[no-untyped-def]
+        thread,
         query,
         key,
         value,
@@ -392,21 +394,23 @@ def _build(digest: str, *, cache: bool) -> Any:
         shape,
         partial,
         output,
+        counters,
     ):
+        """One thread's part of a layer's attention. All have to call it; ``counters`` are zeros at first."""
         digest  # noqa: B018
-        workers = len(item_bounds) - 1
-        for worker in prange(workers):
-            for row in range(len(slots) * worker // workers, len(slots) * (worker + 1) // workers):
-                _write(row, key, value, strides, keys, values, slots[row], shape)
-        for worker in prange(workers):
-            scratch = make_scratch(keys, shape)
-            for i in range(item_bounds[worker], item_bounds[worker + 1]):
-                item = items[i]
-                if i + 1 < item_bounds[worker + 1]:
-                    fetch_first(items[i + 1], keys, values, tables, shape)
-                run_item(item, query, strides[0], scale, keys, values, tables, shape, partial, output, scratch)
-        for i in prange(len(merges)):
-            merge_partials(merges[i], partial, output, shape)
+        count = len(item_bounds) - 1
+        for row in range(len(slots) * thread // count, len(slots) * (thread + 1) // count):
+            _write(row, key, value, strides, keys, values, slots[row], shape)
+        meetings = meet(counters, count, 0)
+        scratch = make_scratch(keys, shape)
+        for i in range(item_bounds[thread], item_bounds[thread + 1]):
+            if i + 1 < item_bounds[thread + 1]:
+                fetch_first(items[i + 1], keys, values, tables, shape)
+            run_item(items[i], query, strides[0], scale, keys, values, tables, shape, partial, output, scratch)
+        if len(merges):
+            meet(counters, count, meetings)
+            for i in range(thread, len(merges), count):
+                merge_partials(merges[i], partial, output, shape)
 
     return paged_attention
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from chairlift.model.attention.base import AttentionBackend, LayerKVs
-from chairlift.model.attention.cpu import LOG2_E, CpuAttention, CpuMetadata, WorkPlan
+from chairlift.model.attention.cpu import LOG2_E, CpuAttention, CpuMetadata, WorkPlan, bits_of, pages_of
 from chairlift.model.config import ModelConfig
 from chairlift.model.kernels import kinds, tiles
 from chairlift.model.kernels.by_kind import Packed
@@ -23,13 +23,13 @@ from chairlift.model.kernels.decoder import (
     STAGES,
     STAGES_PER_LAYER,
     Buffers,
-    Cache,
     Head,
     Sizes,
     Step,
     Weights,
     run_step,
 )
+from chairlift.model.kernels.paged_attention import Pages
 from chairlift.model.kernels.products import BLOCK_COLUMNS, BLOCK_ROWS, WORD_BYTES, Words, pack, uses_tiles
 from chairlift.model.kernels.products import unsupported as unsupported_precision
 from chairlift.model.kernels.simd import LANES
@@ -86,6 +86,7 @@ class FusedCausalLM:
         self.times = np.zeros((attention.threads.count, len(STAGES)), np.int64)
         self._buffers = self._make_buffers(BLOCK_ROWS)
         self._logits = np.empty(0, np.float32)
+        self._no_pages: Pages  # of the types of the cache, which the first step knows
         windows = sorted({window or 0 for window in config.sliding_windows})
         self._windows = windows
         self._layer_windows = np.array([window or 0 for window in config.sliding_windows], np.int64)
@@ -118,7 +119,8 @@ class FusedCausalLM:
         cos, sin = self.rotary(positions)
         plans = [self._attention.plan(metadata, window) for window in self._windows]
         step = self._step(token_ids, cos, sin, metadata, plans)
-        cache = Cache(_flat(kv_caches.keys), _flat(kv_caches.values))
+        cache = pages_of(kv_caches.keys, kv_caches.values, kv_caches.key_scales, kv_caches.value_scales)
+        self._no_pages = Pages(*(array[:0] for array in cache))
         head = self._head_of(sampled.numpy())
         self._run(self._sizes, self._buffers, head, step, cache)
         stream: Tensor = torch.from_numpy(self._buffers.x).view(-1, self.config.hidden_size)[:rows]
@@ -131,11 +133,10 @@ class FusedCausalLM:
         self._make_room(rows)
         head = self._head_of(np.arange(rows))
         buffers = self._buffers._replace(x=hidden.contiguous().view(-1).numpy())
-        nothing = np.empty(0, _bits(self.embedding).dtype)
-        self._run(self._sizes._replace(num_layers=0), buffers, head, self._no_step(), Cache(nothing, nothing))
+        self._run(self._sizes._replace(num_layers=0), buffers, head, self._no_step(), self._no_pages)
         return self._scores(head)
 
-    def _run(self, sizes: Sizes, buffers: Buffers, head: Head, step: Step, cache: Cache) -> None:
+    def _run(self, sizes: Sizes, buffers: Buffers, head: Head, step: Step, cache: Pages) -> None:
         self._counters[:] = 0
         self._attention.threads.run(
             run_step, self._kind, sizes, np.float32(self.config.rms_norm_eps),
@@ -191,7 +192,7 @@ class FusedCausalLM:
     def _make_buffers(self, rows: int) -> Buffers:
         rows = _whole_blocks(rows)
         sizes = self._sizes
-        taken: type[np.generic] = np.uint8 if is_quantized(self._kind) else _bits(self.embedding).dtype.type
+        taken: type[np.generic] = np.uint8 if is_quantized(self._kind) else bits_of(self.embedding).dtype.type
         made = np.float32 if is_quantized(self._kind) else taken
         attended = sizes.num_heads * sizes.head_dim
         widest = max(sizes.hidden, attended, sizes.inner)
@@ -288,7 +289,7 @@ def _pack(projections: Sequence[Linear], quantized: bool, *, keep: bool = False)
             # Activations are stored as unsigned numbers, 128 too large.
             offsets[column : column + len(scale)] = 128 * numbers.sum(axis=1, dtype=np.int32)
         else:
-            numbers = _bits(weight)
+            numbers = bits_of(weight)
         packed = pack(numbers)
         words[word : word + len(packed)] = packed
         word, column = word + len(packed), column + filled
@@ -304,13 +305,8 @@ def _quantize(weight: Tensor) -> tuple[npt.NDArray[np.int8], Floats]:
     return (wide / scale[:, None]).round_().to(torch.int8).numpy(), scale.numpy()
 
 
-def _bits(tensor: Tensor) -> npt.NDArray[Any]:
-    bits: npt.NDArray[Any] = (tensor if tensor.dtype == torch.float32 else tensor.view(torch.int16)).numpy()
-    return bits
-
-
 def _flat(tensor: Tensor) -> npt.NDArray[Any]:
-    return _bits(tensor).reshape(-1)
+    return bits_of(tensor).reshape(-1)
 
 
 def _floats(tensors: Sequence[Tensor]) -> Floats:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from chairlift.model.attention.base import AttentionBackend, BatchLayout, LayerKV
-from chairlift.model.kernels.paged_attention import ROWS, SEGMENT, WHOLE, Shape, paged_attention
+from chairlift.model.kernels.paged_attention import ROWS, SEGMENT, WHOLE, Pages, Shape, paged_attention
 from chairlift.model.kernels.pool import ComputeThreads
 from chairlift.model.kernels.simd import LANES
 from chairlift.model.kernels.threads import COUNTER
@@ -57,7 +57,7 @@ class CpuMetadata:
 
 
 class CpuAttention(AttentionBackend[CpuMetadata]):
-    """Paged attention in float32 arithmetic over a float32 or bfloat16 cache.
+    """Paged attention in float32 arithmetic over a float32, bfloat16 or int8 cache.
 
     Attributes:
         threads: those that run its kernel: as many as torch has when it is made.
@@ -106,10 +106,11 @@ class CpuAttention(AttentionBackend[CpuMetadata]):
         output = torch.empty(query.shape, dtype=query.dtype)
         partial = np.empty((plan.num_partials, self.tile_rows, self.head_dim + 2), np.float32)
         strides = (query.stride(0), key.stride(0), value.stride(0))
+        pages = pages_of(kv.key, kv.value, kv.key_scale, kv.value_scale)
         self.threads.run(
-            paged_attention, _rows(query), _rows(key), _rows(value), strides, _flat(kv.key), _flat(kv.value),
-            metadata.slots, metadata.block_tables, plan.items, plan.bounds, plan.merges,
-            np.float32(self.scale * LOG2_E), shape, partial, _flat(output), np.zeros(COUNTER, np.int64),
+            paged_attention, _rows(query), _rows(key), _rows(value), strides, pages, metadata.slots,
+            metadata.block_tables, plan.items, plan.bounds, plan.merges, np.float32(self.scale * LOG2_E), shape,
+            partial, _flat(output), np.zeros(COUNTER, np.int64),
         )  # fmt: skip
         return output
 
@@ -184,10 +185,21 @@ def _expand(counts: Any) -> tuple[Any, Any]:
     return group, np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def _flat(tensor: Tensor) -> Any:
-    """The numbers of a contiguous tensor in one row; bfloat16 as its bits."""
-    flat = tensor.view(-1)
-    return (flat if flat.dtype == torch.float32 else flat.view(torch.int16)).numpy()
+def bits_of(tensor: Tensor) -> npt.NDArray[Any]:
+    """A tensor's memory as kernels take it: bfloat16 as its bits, in int16."""
+    bits: npt.NDArray[Any] = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return bits
+
+
+def pages_of(keys: Tensor, values: Tensor, key_scales: Tensor | None, value_scales: Tensor | None) -> Pages:
+    """A cache as kernels take it."""
+    scales = [np.empty(0, np.float32) if s is None else s.view(-1).numpy() for s in (key_scales, value_scales)]
+    return Pages(_flat(keys), _flat(values), *scales)
+
+
+def _flat(tensor: Tensor) -> npt.NDArray[Any]:
+    """The numbers of a contiguous tensor in one row."""
+    return bits_of(tensor.view(-1))
 
 
 def _rows(tensor: Tensor) -> Any:

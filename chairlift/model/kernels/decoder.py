@@ -24,7 +24,15 @@ from numba import njit
 from chairlift.model.kernels import tiles
 from chairlift.model.kernels.by_kind import Packed, begin, end, quantize_rows, unit_product, words_of
 from chairlift.model.kernels.compiling import SOURCE_DIGEST, compiled
-from chairlift.model.kernels.paged_attention import Shape, fetch_first, make_scratch, merge_partials, run_item
+from chairlift.model.kernels.paged_attention import (
+    Pages,
+    Shape,
+    fetch_first,
+    make_scratch,
+    merge_partials,
+    run_item,
+    write_token,
+)
 from chairlift.model.kernels.products import BLOCK_COLUMNS, BLOCK_ROWS
 from chairlift.model.kernels.rows import embed, gated, normalize, rotate, write_row
 from chairlift.model.kernels.simd import LANES, fma, load, prefetch, splat, store
@@ -124,13 +132,6 @@ class Step(NamedTuple):
     partial: Any
 
 
-class Cache(NamedTuple):
-    """Keys and values of every layer, end to end."""
-
-    keys: Any
-    values: Any
-
-
 @compiled
 def _product(kind, a, num_rows, width, packed, c, columns, stride, add, scales, numbers, counters, stage):
     """Sets ``c`` [rows, columns], ``stride`` numbers from row to row, to a product of activations, or adds it."""
@@ -176,10 +177,10 @@ def _rotate(row, layer, sizes, eps, qkv, bias, q_norm, k_norm, cos, sin):
 
 
 @compiled
-def _expect(base, slot, sizes, keys, values):
+def _expect(slot, sizes, keys, values):
     """Asks for the memory of a slot that is written soon: the keys of one token lie as far apart as a block is long."""
     dim, block_size = sizes.head_dim, 1 << sizes.block_shift
-    first = base + (slot >> sizes.block_shift) * sizes.num_kv_heads * dim * block_size
+    first = (slot >> sizes.block_shift) * sizes.num_kv_heads * dim * block_size
     slot &= block_size - 1
     for head in range(sizes.num_kv_heads):
         target = first + head * dim * block_size
@@ -190,44 +191,40 @@ def _expect(base, slot, sizes, keys, values):
 
 
 @compiled
-def _write(row, base, slot, sizes, qkv, keys, values, rounded):
-    """Keys and values of one row into their slot of the layer's cache, which begins at ``base``."""
-    dim, num_kv, block_size = sizes.head_dim, sizes.num_kv_heads, 1 << sizes.block_shift
-    block = slot >> sizes.block_shift
-    slot &= block_size - 1
-    first = row * sizes.qkv + sizes.num_heads * dim
-    zero, one = splat(np.float32(0)), splat(np.float32(1))
-    for head in range(num_kv):
-        target = base + (block * num_kv + head) * dim * block_size
-        for d in range(0, dim, LANES):
-            store(rounded, d, fma(load(qkv, first + head * dim + d), one, zero))
-            place = target + slot * dim + d
-            store(values, place, fma(load(qkv, first + (num_kv + head) * dim + d), one, zero))
-        for d in range(dim):
-            keys[target + d * block_size + slot] = rounded[d]
+def _pages_of(layer, sizes, cache):
+    """The part of the cache that is one layer's."""
+    size, scales = len(cache.keys) // sizes.num_layers, len(cache.key_scales) // sizes.num_layers
+    return Pages(
+        cache.keys[layer * size : (layer + 1) * size], cache.values[layer * size : (layer + 1) * size],
+        cache.key_scales[layer * scales : (layer + 1) * scales],
+        cache.value_scales[layer * scales : (layer + 1) * scales],
+    )  # fmt: skip
 
 
 @compiled
-def _place_rows(first, last, layer, sizes, eps, qkv, bias, q_norm, k_norm, cos, sin, slots, keys, values, rounded):
+def _shape_of(sizes, window):
+    return Shape(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.block_shift, window, sizes.tile)
+
+
+@compiled
+def _place_rows(first, last, layer, sizes, eps, qkv, bias, q_norm, k_norm, cos, sin, slots, cache, rounded):
     """Rotates a thread's rows, and puts their keys and values in their places."""
-    base = layer * (len(keys) // sizes.num_layers)
+    pages, shape = _pages_of(layer, sizes, cache), _shape_of(sizes, 0)
     if first < last:
-        _expect(base, slots[first], sizes, keys, values)
+        _expect(slots[first], sizes, pages.keys, pages.values)
     for row in range(first, last):
         if row + 1 < last:
-            _expect(base, slots[row + 1], sizes, keys, values)
+            _expect(slots[row + 1], sizes, pages.keys, pages.values)
         _rotate(row, layer, sizes, eps, qkv, bias, q_norm, k_norm, cos, sin)
-        _write(row, base, slots[row], sizes, qkv, keys, values, rounded)
+        key = row * sizes.qkv + sizes.num_heads * sizes.head_dim
+        value = key + sizes.num_kv_heads * sizes.head_dim
+        write_token(qkv, key, qkv, value, slots[row], pages, shape, rounded)
 
 
 @compiled
 def _attend(layer, sizes, scale, qkv, step, cache, attended, scratch, counters, stage, meetings):
     """The attention of one layer."""
-    shape = Shape(
-        sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.block_shift, step.windows[layer], sizes.tile
-    )
-    size = len(cache.keys) // sizes.num_layers
-    keys, values = cache.keys[layer * size : (layer + 1) * size], cache.values[layer * size : (layer + 1) * size]
+    pages, shape = _pages_of(layer, sizes, cache), _shape_of(sizes, step.windows[layer])
     plan = step.plans[layer]
     first, last = step.item_bounds[plan], step.item_bounds[plan + 1]
     i = first + claim(counters, stage)
@@ -235,10 +232,8 @@ def _attend(layer, sizes, scale, qkv, step, cache, attended, scratch, counters, 
         # The next item is claimed before this one is run, so that its first tokens are on their way meanwhile.
         following = first + claim(counters, stage)
         if following < last:
-            fetch_first(step.items[following], keys, values, step.tables, shape)
-        run_item(
-            step.items[i], qkv, sizes.qkv, scale, keys, values, step.tables, shape, step.partial, attended, scratch
-        )
+            fetch_first(step.items[following], pages, step.tables, shape)
+        run_item(step.items[i], qkv, sizes.qkv, scale, pages, step.tables, shape, step.partial, attended, scratch)
         i = following
     if step.merge_bounds[plan + 1] > step.merge_bounds[plan]:
         meetings = meet(counters, sizes.threads, meetings)
@@ -308,7 +303,7 @@ def _run_step(thread, kind, sizes, eps, scale, weights, head, buffers, step, cac
     row = np.empty(hidden, np.float32)
     numbers = np.empty(-(-max(num_rows, len(head.rows)) // BLOCK_ROWS) * BLOCK_ROWS * BLOCK_COLUMNS, np.float32)
     rounded = np.empty(sizes.head_dim, cache.keys.dtype)
-    scratch = make_scratch(cache.keys, Shape(0, 0, sizes.head_dim, 0, 0, sizes.tile))
+    scratch = make_scratch(cache.keys, _shape_of(sizes, 0))
     x, qkv, activations, scales = buffers.x, buffers.qkv, buffers.activations, buffers.scales
     words = activations.view(np.int32)
     meetings, times, since = 0, all_times[thread], ticks()
@@ -327,7 +322,7 @@ def _run_step(thread, kind, sizes, eps, scale, weights, head, buffers, step, cac
         meetings, since = _meet(counters, count, meetings, times, T_QKV, since)
         _place_rows(
             first, last, layer, sizes, eps, qkv, weights.qkv_bias, weights.q_norm, weights.k_norm, step.cos, step.sin,
-            step.slots, cache.keys, cache.values, rounded,
+            step.slots, cache, rounded,
         )  # fmt: skip
         meetings, since = _meet(counters, count, meetings, times, ROTATE, since)
         meetings = _attend(

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from chairlift.config import ConfigError
+
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
@@ -27,9 +29,17 @@ class DistributedRanks:
         rank: of this process.
         size: how many ranks there are.
         device: of this rank.
+
+    Raises:
+        ConfigError: this process is in a group already.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        if dist.is_initialized():
+            raise ConfigError(
+                "this process is in a torch.distributed group already, and can be in one only: close what uses it, or "
+                "run --tensor-parallel-size in a process of its own"
+            )
         self.rank = rank
         self.size = size
         self._device = device

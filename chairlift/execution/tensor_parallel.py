@@ -146,7 +146,7 @@ class TensorParallelExecutor:
         try:
             yield
         except CommunicationError as error:
-            raise self._others.failure(str(error)) from error
+            raise self._others.failure(str(error)) from None  # what torch says of it leads astray
 
 
 def _threads(setup: Setup, size: int) -> list[int]:

@@ -46,11 +46,12 @@ class EngineConfig:
         block_size: tokens in a KV block.
         gpu_memory_utilization: share of the device's memory to use for weights and KV together; on the CPU, of the
             memory that is really available, container limits included. ``None`` takes 0.90 on CUDA, 0.50 on the CPU.
-        kv_cache_memory_bytes: bytes of KV cache, instead of a share.
-        swap_space: GiB of host memory for swapped KV blocks.
+        kv_cache_memory_bytes: bytes of KV cache, of all ranks together, instead of a share.
+        swap_space: GiB of host memory for swapped KV blocks, of all ranks together.
         max_num_seqs: most sequences in a step.
         max_num_batched_tokens: most token rows in a step; ``None`` takes the device's default.
-        tensor_parallel_size: ranks that share the model.
+        tensor_parallel_size: ranks that share the model, each a process with its part of every layer: on the CPU with
+            its part of ``num_threads``, else with a GPU of its own.
         enforce_eager: run without captured graphs.
         attention_backend: "auto" takes the fastest that the device has.
         num_threads: CPU compute threads; ``None`` takes one for each core this process may use.
@@ -142,11 +143,11 @@ class EngineConfig:
                 f"({self.max_num_seqs}), or a full batch could not decode one token each; raise the first or lower "
                 "the second"
             )
-        if self.tensor_parallel_size != 1:
+        _count("--tensor-parallel-size", self.tensor_parallel_size)
+        if self.tensor_parallel_size > 1 and self.quantization is not None:
             raise ConfigError(
-                f"--tensor-parallel-size {self.tensor_parallel_size} is not supported yet; use 1"
-                if self.tensor_parallel_size > 1
-                else f"--tensor-parallel-size must be at least 1, got {self.tensor_parallel_size}"
+                f"--quantization {self.quantization} runs on one rank alone; leave it out, or use "
+                "--tensor-parallel-size 1"
             )
 
 

@@ -90,7 +90,12 @@ _ENGINE_OPTIONS = (
         help="Most token rows in a step; longer prompts are computed in chunks.  [default: by device]",
     ),
     click.option(
-        "--tensor-parallel-size", type=int, default=1, show_default=True, metavar="N", help="Ranks per model."
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        show_default=True,
+        metavar="N",
+        help="Processes that share the model, each with a part of every layer; on CUDA each has a GPU.",
     ),
     click.option("--enforce-eager", is_flag=True, help="Run without captured graphs (there are none yet)."),
     click.option(

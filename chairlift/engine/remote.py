@@ -20,6 +20,7 @@ from chairlift.config import ConfigError, EngineConfig
 from chairlift.engine.client import EngineDeadError, EngineStats
 from chairlift.engine.core import AbortRequest, AddRequest, Command, StepOutput
 from chairlift.engine.executor import Capacity
+from chairlift.engine.lifeline import own_pid_for_children
 from chairlift.engine.process import STOP, TELL_STACKS, Failed, Launch, Ready, run_engine
 from chairlift.logs import LogConfig
 from chairlift.scheduling.plan import SequenceDelta, StepRecord
@@ -85,11 +86,9 @@ class RemoteEngine:
         self._unanswered = False  # whether a command was sent since the engine's last word; it answers each
         context = multiprocessing.get_context("spawn")
         self._pipe, engine_end = context.Pipe()
-        # The system kills a child with the thread that started it, which is this process only for the main one.
-        in_main_thread = threading.current_thread() is threading.main_thread()
         launch = Launch(
             logs=None if logs is None else replace(logs, process="engine"),
-            killed_with=os.getpid() if in_main_thread else None,
+            killed_with=own_pid_for_children(),
             resumes=resumes,
         )
         self._process = context.Process(

@@ -57,7 +57,7 @@ class FusedCausalLM:
 
     def __init__(self, model: CausalLM, attention: CpuAttention, quantization: str | None = None) -> None:
         dtype = model.embedding.dtype
-        if reason := unsupported(model.config, dtype, quantization):
+        if reason := unsupported(model.config, dtype, quantization, model.ranks.size):
             raise ValueError(reason)
         self.config = config = model.config
         self.embedding = model.embedding
@@ -225,8 +225,10 @@ class FusedCausalLM:
         )
 
 
-def unsupported(config: ModelConfig, dtype: torch.dtype, quantization: str | None) -> str | None:
+def unsupported(config: ModelConfig, dtype: torch.dtype, quantization: str | None, num_ranks: int = 1) -> str | None:
     """Why a model cannot be run this way, or ``None`` if it can."""
+    if num_ranks > 1:
+        return "fused steps run all layers at once, and ranks have to meet between them"
     if dtype not in (torch.float32, torch.bfloat16):
         return f"fused steps compute in float32 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
     precision = quantization or ("float32" if dtype == torch.float32 else "bfloat16")

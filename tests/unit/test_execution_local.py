@@ -15,8 +15,9 @@ from transformers import LlamaForCausalLM
 
 from chairlift.config import ConfigError, EngineConfig
 from chairlift.engine.executor import Executor
-from chairlift.execution import local
-from chairlift.execution.local import LocalExecutor, resolve_device, resolve_dtype
+from chairlift.execution import local, start
+from chairlift.execution.local import LocalExecutor
+from chairlift.execution.setup import resolve_device, resolve_dtype
 from chairlift.scheduling.plan import RowCounts, SequenceChunk, StepPlan
 from chairlift.scheduling.sampling_params import SamplingParams
 
@@ -224,12 +225,12 @@ def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_takes_long_at_the_start_is_told(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level("INFO", logger=local.__name__)
-    with local._progress("what is soon done"):
+    caplog.set_level("INFO", logger=start.__name__)
+    with start._progress("what is soon done"):
         pass
     assert not caplog.messages
-    monkeypatch.setattr(local, "PROGRESS_SECONDS", 0.001)
-    with local._progress("compiling"):
+    monkeypatch.setattr(start, "PROGRESS_SECONDS", 0.001)
+    with start._progress("compiling"):
         while not caplog.messages:
             time.sleep(0.001)
     assert caplog.messages[0] == "compiling: 0 s so far"

@@ -13,6 +13,7 @@ from chairlift.scheduling.config import POLICIES, PREEMPTION_MODES, VICTIM_RULES
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "reference", "cpu")
+KV_CACHE_DTYPES = ("auto", "int8")
 QUANTIZATIONS = ("int8",)
 BATCHING = ("continuous", "static")
 TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral")
@@ -41,6 +42,8 @@ class EngineConfig:
             float32.
         quantization: "int8" computes products in int8, with a scale for each output channel of the weights and one for
             each row of activations; ``None`` computes in ``dtype``. CPU only.
+        kv_cache_dtype: precision of cached keys and values: "auto" takes the model's, "int8" a byte each, with a scale
+            for each token and head.
         device: "auto" takes CUDA where there is one.
         max_model_len: longest sequence in tokens; ``None`` takes the model's own.
         block_size: tokens in a KV block.
@@ -71,6 +74,7 @@ class EngineConfig:
     revision: str | None = None
     dtype: str = "auto"
     quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
     block_size: int = 16
@@ -101,6 +105,7 @@ class EngineConfig:
         _one_of("--dtype", self.dtype, DTYPES)
         if self.quantization is not None:
             _one_of("--quantization", self.quantization, QUANTIZATIONS)
+        _one_of("--kv-cache-dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _one_of("--device", self.device, DEVICES)
         _one_of("--attention-backend", self.attention_backend, ATTENTION_BACKENDS)
         _count("--max-model-len", self.max_model_len)

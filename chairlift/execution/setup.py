@@ -56,7 +56,7 @@ class Setup:
         source: the model's files.
         model_config: of the whole model.
         device: of rank 0.
-        dtype: of weights, activations and KV cache.
+        dtype: of weights and activations.
         limits: of a step.
     """
 
@@ -84,6 +84,11 @@ class Setup:
         budget = config.max_num_batched_tokens or max(default, config.max_num_seqs)
         limits = StepLimits(budget, config.max_num_seqs, max_model_len, config.block_size)
         return cls(config, source, model_config, device, dtype, limits)
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of the KV cache."""
+        return torch.int8 if self.config.kv_cache_dtype == "int8" else self.dtype
 
     @property
     def measures_memory(self) -> bool:

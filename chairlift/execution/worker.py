@@ -88,7 +88,7 @@ class Worker:
             max_model_len=limits.max_model_len,
             itemsize=self.setup.dtype.itemsize,
         )
-        return Holding(self.model.weight_bytes, kv_bytes_per_token(self.model.config, self.setup.dtype), reserve)
+        return Holding(self.model.weight_bytes, kv_bytes_per_token(self.model.config, self.setup.kv_dtype), reserve)
 
     @property
     def runner(self) -> ModelRunner:
@@ -144,7 +144,7 @@ class Worker:
             self.model.config,
             num_blocks=num_blocks,
             block_size=self.setup.limits.block_size,
-            dtype=self.setup.dtype,
+            dtype=self.setup.kv_dtype,
             device=device,
         )
 

@@ -104,8 +104,9 @@ def logits_of_prompt(model: CausalLM) -> Tensor:
         max_seq_len=n,
     )
     kv = LayerKVs(torch.zeros(*shape, own.head_dim, BLOCK), torch.zeros(*shape, BLOCK, own.head_dim))
-    hidden = model(torch.tensor(PROMPT), torch.arange(n), kv, attention, attention.prepare(layout))
-    return model.logits(hidden)
+    rows = torch.arange(n)
+    _, logits = model(torch.tensor(PROMPT), rows, kv, attention, attention.prepare(layout), rows)
+    return logits
 
 
 def save(path: Path, whole: ModelConfig) -> ModelSource:

@@ -22,7 +22,7 @@ class ClusterConfig:
         cluster: "ray", or the address of a cluster's head: ``ray://host:port`` or ``host:port``.
         replicas: how many to begin with.
         routing: which of them gets a request; one of :data:`~chairlift.scheduling.routing.ROUTES`.
-        num_threads: compute threads of each rank, on the CPU; ``None`` takes one.
+        num_threads: compute threads of a replica on the CPU, shared by its ranks; ``None`` takes one for each rank.
         admin_key: opens ``POST /scale``; ``None`` leaves it shut.
     """
 

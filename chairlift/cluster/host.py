@@ -35,7 +35,7 @@ class EngineHost:
     Args:
         number: of the replica.
         config: of the engine.
-        num_threads: compute threads of each rank; ``None`` leaves that to the engine.
+        num_threads: compute threads of the engine; ``None`` leaves that to it.
         log_config: how this process and the engine log.
     """
 

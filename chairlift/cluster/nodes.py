@@ -79,7 +79,7 @@ def connect(config: ClusterConfig, logs: LogConfig) -> str:
         return "a Ray cluster of this machine alone, which ends with the server"
     try:
         ray.init(address=address, **common)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         raise ConfigError(
             f"cannot join the Ray cluster at {address} ({_one_line(error)}); this machine has to be one of its nodes, "
             f"if only for the server: ray start --address={address} --num-cpus=0"
@@ -106,7 +106,8 @@ def nodes() -> list[Node]:
 
 
 def bundle_of(config: EngineConfig, num_threads: int | None, there: Sequence[Node]) -> Bundle:
-    """What a replica reserves: a GPU and a core for each rank, or on the CPU the cores that its threads fill.
+    """What a replica reserves: a GPU and a core for each rank, or on the CPU a core for each thread, of which there is
+    one a rank unless ``num_threads`` says how many.
 
     Raises:
         ConfigError: GPUs are asked for and the cluster has none.
@@ -117,7 +118,7 @@ def bundle_of(config: EngineConfig, num_threads: int | None, there: Sequence[Nod
         raise ConfigError("--device cuda needs GPUs, and Ray knows of none in this cluster; use --device cpu")
     if config.device == "cuda" or (config.device == "auto" and has_gpus):
         return {"CPU": ranks, "GPU": ranks}
-    return {"CPU": ranks * (num_threads or 1)}
+    return {"CPU": num_threads or ranks}
 
 
 def check_room(bundle: Bundle, replicas: int, there: Sequence[Node]) -> None:

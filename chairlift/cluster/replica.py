@@ -32,6 +32,7 @@ SILENT_SECONDS = 15.0
 CLOSE_SECONDS = 12.0
 """Time for an engine to end its step and its process; then its actor is killed."""
 
+DRAIN_POLL_SECONDS = 0.05
 MAX_CAUSE = 300  # characters of an error
 
 T = TypeVar("T")
@@ -187,12 +188,15 @@ class Replica:
         """Lets it run on, and places no other when it is lost."""
         self._again = False
 
-    async def drain(self) -> None:
-        """Takes no more requests, and returns when those that it has have ended."""
+    def retire(self) -> None:
+        """Takes no more requests, and is not placed again."""
         self.state = "draining"
         self._again = False
+
+    async def drained(self) -> None:
+        """Returns when the requests that it has have ended."""
         while self._streams:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
 
     async def close(self) -> None:
         """Ends it; requests still open get an EngineDeadError."""
@@ -207,8 +211,9 @@ class Replica:
         while True:
             begun = time.monotonic()
             up = False
-            actor = self._place(self.number)
+            actor: Actor | None = None
             try:
+                actor = self._place(self.number)
                 await actor.placed()
                 self._is("loading")
                 loaded = await actor.start()
@@ -219,7 +224,7 @@ class Replica:
                 await self._live(actor)
             except asyncio.CancelledError:
                 self._go_down("the server is shut down")
-                if up:
+                if actor is not None and up:
                     await _close(actor)
                 raise
             except Exception as error:  # Ray has many; all of them mean the same here
@@ -229,7 +234,8 @@ class Replica:
                     self._started.exception()  # seen, even if nobody waits any more
                     self._again = False
             finally:
-                await actor.remove()
+                if actor is not None:
+                    await actor.remove()
             if not self._again:
                 return
             delay = backoff.next_delay(time.monotonic() - begun if up else 0.0)
@@ -292,6 +298,8 @@ class Replica:
             self._receive(await _within(SILENT_SECONDS, actor.poll()))
 
     def _receive(self, news: News) -> None:
+        if news.stats.restarts != self._stats.restarts:
+            self._on_lost(self.number)  # another engine, whose cache is empty
         self._stats, self.capacity = news.stats, news.capacity
         for request_id, delta in news.deltas.items():
             if (stream := self._streams.get(request_id)) is not None:  # else its reader has gone

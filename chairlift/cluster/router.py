@@ -257,13 +257,14 @@ class RoutedEngine:
             self._add().start(patient=True)
         order = sorted(staying, key=lambda replica: (not replica.takes_requests, replica.number), reverse=True)
         for replica in order[: max(0, len(staying) - count)]:
+            replica.retire()
             leaving = asyncio.create_task(self._leave(replica))
             self._leaving.add(leaving)
             leaving.add_done_callback(self._leaving.discard)
         logger.info("going from %d to %d replicas", len(staying), count)
 
     async def _leave(self, replica: Replica) -> None:
-        await replica.drain()
+        await replica.drained()
         await replica.close()
         self._removed_restarts += replica.restarts
         self._router.forget(replica.number)

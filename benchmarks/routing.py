@@ -15,7 +15,7 @@ from pathlib import Path
 from chairlift.measure.metrics import request_metrics
 from chairlift.scheduling.routing import ROUTES
 from chairlift.simulate.catalogue import find_hardware, find_model
-from chairlift.simulate.cost import roofline
+from chairlift.simulate.cost import engine_names, roofline
 from chairlift.simulate.fleet import Fleet
 from chairlift.simulate.setup import capacity, engine_config
 from chairlift.simulate.sizes import Deployment
@@ -32,14 +32,14 @@ def main() -> None:
     parser.add_argument("--num-requests", type=int)
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--model", default="llama-3-8b")
-    parser.add_argument("--hardware", default="h100-80g")
+    parser.add_argument("--hardware", default="h100")
     parser.add_argument("--max-model-len", type=int, default=32_768)
     parser.add_argument("--time-scale", type=float, default=1.0)
     args = parser.parse_args()
     deployment = Deployment(
         model=find_model(args.model), hardware=find_hardware(args.hardware), max_model_len=args.max_model_len
     )
-    cost = roofline(deployment, "chairlift")
+    cost = roofline(deployment, engine_names()[0])
     held = capacity(deployment, cost)
     workload = trace_workload(
         args.trace, max_length=args.max_model_len, limit=args.num_requests, time_scale=args.time_scale

@@ -1,11 +1,12 @@
-"""What the canary router costs: the same load straight to a server and through the router, in turn.
+"""What the canary router costs: the same load straight to a server, through a bare proxy, and through the router.
 
     python benchmarks/canary.py --rounds 12
 
 The server is a fake one that sends each token when it is due, so that it costs next to nothing itself; every client
-waits for its answer before it asks again. Direct and routed rounds alternate, each with all clients, so that whatever
-else the machine does hits both. Client, server and router are processes of their own on one machine: what the client
-and the server take is taken from the router too.
+waits for its answer before it asks again. The bare proxy is twenty lines on the libraries that the router stands on,
+and does nothing but pass bytes on: what it adds is the price of one more hop on this machine. The ways take turns, each
+with all clients, so that whatever else the machine does hits all. Client, server and proxy are processes of their own
+on one machine: what the client and the server take is taken from the proxy too.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ import os
 import re
 import resource
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
+import uvicorn
 import uvloop
 
 ROOT = Path(__file__).parents[1]
@@ -59,6 +63,25 @@ async def serve(tokens: int, token_seconds: float) -> None:
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     print(f"address http://127.0.0.1:{runner.addresses[0][1]}/v1", flush=True)
     await asyncio.Event().wait()
+
+
+async def pass_on(upstream: str) -> None:
+    """A proxy that does nothing but pass bytes on."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False) as http:
+
+        async def app(scope: dict, receive: Callable, send: Callable) -> None:
+            body = (await receive())["body"]
+            async with http.post(upstream + scope["path"], data=body) as response:
+                headers = [(b"content-type", b"text/event-stream")]
+                await send({"type": "http.response.start", "status": response.status, "headers": headers})
+                async for piece in response.content.iter_any():
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+
+        with socket.create_server(("127.0.0.1", 0), backlog=1024) as sock:
+            print(f"address http://127.0.0.1:{sock.getsockname()[1]}/v1", flush=True)
+            options = {"http": "httptools", "lifespan": "off", "access_log": False, "log_level": "error"}
+            await uvicorn.Server(uvicorn.Config(app, **options)).serve([sock])
 
 
 class Process:
@@ -121,42 +144,47 @@ async def load(http: aiohttp.ClientSession, url: str, streams: int, seconds: flo
     }
 
 
-async def measure(args: argparse.Namespace, direct: str, router: Process) -> None:
-    rounds: list[tuple[dict[str, float], dict[str, float]]] = []
-    router_cpu = 0.0
+async def measure(args: argparse.Namespace, direct: str, proxies: dict[str, Process]) -> None:
+    urls = {"direct": direct} | {name: process.url for name, process in proxies.items()}
+    rounds: list[dict[str, dict[str, float]]] = []
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-        for url in (direct, router.url):
+        for url in urls.values():
             await load(http, url, args.streams, 1.0)  # connections and code are warm
         for number in range(args.rounds):
-            pair: dict[bool, dict[str, float]] = {}
-            for routed in (False, True) if number % 2 else (True, False):
-                before = router.cpu()
-                pair[routed] = await load(http, router.url if routed else direct, args.streams, args.seconds)
-                if routed:
-                    router_cpu += router.cpu() - before
-            rounds.append((pair[False], pair[True]))
-    show(args, rounds, router_cpu)
+            names = list(urls)
+            names = names[number % len(names) :] + names[: number % len(names)]
+            ways: dict[str, dict[str, float]] = {}
+            for name in names:
+                before = proxies[name].cpu() if name in proxies else 0.0
+                ways[name] = await load(http, urls[name], args.streams, args.seconds)
+                after = proxies[name].cpu() if name in proxies else 0.0
+                ways[name]["cpu"] = (after - before) / ways[name]["pieces"] * 1e6
+            rounds.append(ways)
+    show(args, rounds, list(proxies))
 
 
-def show(args: argparse.Namespace, rounds: list[tuple[dict[str, float], dict[str, float]]], router_cpu: float) -> None:
+def show(args: argparse.Namespace, rounds: list[dict[str, dict[str, float]]], proxies: list[str]) -> None:
     print(
         f"{args.streams} streams, {args.tokens} tokens of {args.token_ms:g} ms, {len(rounds)} rounds of "
         f"{args.seconds:g} s each way; load average {os.getloadavg()[0]:.1f}\n"
     )
-    print(f"{'':24}{'direct':>10}{'routed':>10}   difference: median (range)")
+    print(f"{'':20}{'direct':>10}" + "".join(f"{name:>10}   {'difference: median (range)':32}" for name in proxies))
     for key, name, percent in (
         ("ttft", "TTFT, P50 (ms)", False),
         ("e2e", "E2E, P50 (ms)", False),
         ("rate", "tokens/s", True),
     ):
-        a, b = ([side[key] for side in sides] for sides in zip(*rounds, strict=True))
-        differences = [(y / x - 1) * 100 if percent else y - x for x, y in zip(a, b, strict=True)]
-        unit = "%" if percent else "ms"
-        middle = f"{statistics.median(differences):+.2f} {unit}"
-        spread = f"({min(differences):+.2f} to {max(differences):+.2f})"
-        print(f"{name:24}{statistics.median(a):10.2f}{statistics.median(b):10.2f}   {middle} {spread}")
-    pieces = sum(routed["pieces"] for _, routed in rounds)
-    print(f"{'router CPU (µs/token)':24}{'':10}{router_cpu / pieces * 1e6:10.1f}")
+        base = [ways["direct"][key] for ways in rounds]
+        line = f"{name:20}{statistics.median(base):10.2f}"
+        for proxy in proxies:
+            values = [ways[proxy][key] for ways in rounds]
+            differences = [(y / x - 1) * 100 if percent else y - x for x, y in zip(base, values, strict=True)]
+            spread = f"({min(differences):+.2f} to {max(differences):+.2f})"
+            middle = f"{statistics.median(differences):+.2f} {'%' if percent else 'ms'} {spread}"
+            line += f"{statistics.median(values):10.2f}   {middle:32}"
+        print(line.rstrip())
+    costs = (statistics.median(ways[proxy]["cpu"] for ways in rounds) for proxy in proxies)
+    print(f"{'CPU (µs/token)':20}{'':10}" + "".join(f"{cost:10.1f}{'':35}" for cost in costs).rstrip())
     client_cpu = resource.getrusage(resource.RUSAGE_SELF)
     print(f"(the client itself took {client_cpu.ru_utime + client_cpu.ru_stime:.1f} s of processor time)")
 
@@ -169,9 +197,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--pass-on", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
         uvloop.run(serve(args.tokens, args.token_ms / 1e3))
+        return
+    if args.pass_on:
+        uvloop.run(pass_on(args.pass_on))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # and let no process live on
     numbers = ("--tokens", str(args.tokens), "--token-ms", str(args.token_ms))
@@ -181,8 +213,9 @@ def main() -> None:
         gate = "p99_e2e<60m"  # decides nothing: what is measured is the way, and both sides are alike
         options = ("--stable", stable, "--candidate", candidate, "--port", "0", "--no-live", "--steps", "50")
         options += ("--hold", "1h", "--gate", gate, "--connect-timeout", "5m")
+        processes.append(Process(__file__, "--pass-on", stable))
         processes.append(Process("-m", "chairlift", "canary", *options))
-        uvloop.run(measure(args, stable, processes[-1]))
+        uvloop.run(measure(args, stable, {"bare": processes[-2], "router": processes[-1]}))
     finally:
         for process in processes:
             process.stop()

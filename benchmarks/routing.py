@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--num-requests", type=int)
     parser.add_argument("--replicas", type=int, default=4)
-    parser.add_argument("--model", default="llama-3-8b")
+    parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--hardware", default="h100")
     parser.add_argument("--max-model-len", type=int, default=32_768)
     parser.add_argument("--time-scale", type=float, default=1.0)

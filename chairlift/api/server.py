@@ -23,6 +23,7 @@ from chairlift.api.errors import APIError
 from chairlift.api.lifecycle import Lifecycle, shutting_down
 from chairlift.api.stream import encode_json
 from chairlift.config import ConfigError, ServerConfig
+from chairlift.garbage import keep_collections_short
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +157,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         factory = uvloop.new_event_loop
     except ImportError:
         pass
+    keep_collections_short()
     with asyncio.Runner(loop_factory=factory) as runner:
         return runner.run(main)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -40,12 +41,11 @@ class Client:
 
     async def write(self, data: bytes, sample: Sample) -> None:
         """Sends a piece of the body. The time in which the client does not take it is not held against ``sample``."""
-        now = asyncio.get_running_loop().time
-        sample.block(now())
+        sample.block(time.monotonic())
         try:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
         finally:
-            sample.unblock(now())
+            sample.unblock(time.monotonic())
 
     async def finish(self) -> None:
         """Ends the body."""

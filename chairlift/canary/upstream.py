@@ -60,8 +60,9 @@ class Reply:
         if self._response is None:
             yield self._body
             return
+        content = self._response.content
         try:
-            async for chunk in self._response.content.iter_any():
+            while chunk := await content.readany():
                 yield chunk
         except (aiohttp.ClientError, OSError) as error:
             raise UpstreamError(f"the connection broke: {_cause(error)}") from error

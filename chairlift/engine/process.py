@@ -23,6 +23,7 @@ from chairlift.config import ConfigError, EngineConfig
 from chairlift.engine.build import build_core
 from chairlift.engine.core import Command, EngineCore
 from chairlift.engine.executor import Capacity
+from chairlift.garbage import keep_collections_short
 from chairlift.model.source import ModelError
 
 logger = logging.getLogger(__name__)
@@ -125,6 +126,7 @@ def run_engine(config: EngineConfig, pipe: Connection, launch: Launch) -> None:
         return
     # A supervisor that ends the whole group means the server, which lets open answers end and then ends this process.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    keep_collections_short()
     pipe.send(Ready(core.executor.capacity()))
     try:
         _loop(core, inbox, pipe)

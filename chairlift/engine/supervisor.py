@@ -109,18 +109,18 @@ class SupervisedEngine:
         Raises:
             EngineDeadError: there is no engine at this moment.
         """
-        if self._engine is None:
-            raise EngineDeadError(f"{self._last_failure}; another engine is being started", self._retry_after())
-        return self._engine.generate(prompt_token_ids, params, priority=priority, cache_salt=cache_salt)
+        if (engine := self._living) is None:
+            raise EngineDeadError(f"{self._why}; another engine is being started", self._retry_after())
+        return engine.generate(prompt_token_ids, params, priority=priority, cache_salt=cache_salt)
 
     def stats(self) -> EngineStats:
         """Returns the state as last heard. Never blocks."""
-        stats = EngineStats(alive=False) if self._engine is None else self._engine.stats()
+        stats = EngineStats(alive=False) if (engine := self._living) is None else engine.stats()
         return replace(
             stats,
             retry_after=None if stats.alive or self._stopping else self._retry_after(),
             restarts=self._restarts,
-            last_failure=self._last_failure,
+            last_failure=self._why,
         )
 
     def subscribe(self, on_step: Callable[[StepRecord], None]) -> None:
@@ -144,6 +144,16 @@ class SupervisedEngine:
                 await self._watching
         if self._engine is not None:
             await self._engine.close()
+
+    @property
+    def _living(self) -> RemoteEngine | None:
+        """The engine, unless it has died, which :meth:`_watch` may not have seen yet."""
+        return None if self._engine is None or self._engine.death is not None else self._engine
+
+    @property
+    def _why(self) -> str | None:
+        """Why the last engine that died did."""
+        return self._last_failure if self._engine is None else self._engine.death or self._last_failure
 
     def _retry_after(self) -> float:
         return max(1.0, self._expected - time.monotonic())

@@ -105,7 +105,12 @@ def test_one_that_dies_is_replaced(remote: type[FakeRemote], caplog: pytest.LogC
         assert engine.stats() == EngineStats(running=5, kv_cache_usage=0.5)
         remote.fails = [ConfigError("no room"), EngineDeadError("gone again")]
         remote.made[0].death = "out of luck"
-        assert engine.stats().retry_after is not None, "from the first moment it is known that there will be another"
+        stats = engine.stats()
+        assert stats.retry_after is not None, "from the first moment it is known that there will be another, and why"
+        assert stats.last_failure == "out of luck"
+        with pytest.raises(EngineDeadError, match="out of luck; another engine is being started") as refused:
+            engine.generate([1], SamplingParams())
+        assert refused.value.retry_after >= 1
         await settled(lambda: engine.pid is None)
         stats = engine.stats()
         assert (stats.alive, stats.running, stats.kv_cache_usage, stats.restarts) == (False, 0, 0.0, 0)

@@ -81,8 +81,8 @@ class Replica:
         capacity: what fits, once that is known.
         load: tokens that its unfinished requests may still need.
         requests: how many sequences it was sent.
-        restarts: how often it was lost and came back, the restarts of its engine alone included.
-        records: sums over the steps; see :class:`StepSums`.
+        lost: how often it was placed again.
+        sums: over its steps; see :class:`StepSums`.
         last_failure: why it was lost last.
     """
 
@@ -269,7 +269,7 @@ class Replica:
             stream.fail(EngineDeadError(f"replica {self.number} was lost: {cause}"))
         self._on_lost(self.number)
         if self._again:
-            logger.error("replica %d was lost: %s", self.number, cause)
+            logger.error("replica %d failed: %s", self.number, cause)
 
     async def _live(self, actor: Actor) -> None:
         """Talks to it until it is lost, which raises."""

@@ -201,9 +201,10 @@ class RoutedEngine:
 
     def stats(self) -> EngineStats:
         """Of all replicas together: sums of what they have, the mean of how full they are."""
-        all_stats = {one: one.stats() for one in self._replicas.values()}
-        alive = [stats for one, stats in all_stats.items() if stats.alive and one.state in ("up", "draining")]
-        failures = [one.last_failure for one in all_stats if one.last_failure is not None]
+        replicas = self.replicas
+        alive = [stats for one in replicas if (stats := one.stats()).alive]
+        up = [one.stats() for one in replicas if one.state == "up" and one.stats().alive]
+        failures = [one.last_failure for one in replicas if one.last_failure is not None]
         return EngineStats(
             running=sum(stats.running for stats in alive),
             waiting=sum(stats.waiting for stats in alive),
@@ -211,11 +212,11 @@ class RoutedEngine:
             kv_cache_usage=sum(stats.kv_cache_usage for stats in alive) / max(1, len(alive)),
             last_step_age=min((stats.last_step_age for stats in alive), default=0.0),
             has_work=any(stats.has_work for stats in alive),
-            unfinished=sum(one.unfinished for one in all_stats),
-            alive=bool(alive),
-            wedged=bool(alive) and all(stats.wedged for stats in alive),
-            retry_after=None if alive or self._stopping else self._retry_after(),
-            restarts=self._removed_restarts + sum(one.restarts for one in all_stats),
+            unfinished=sum(one.unfinished for one in replicas),
+            alive=bool(up),
+            wedged=bool(up) and all(stats.wedged for stats in up),
+            retry_after=None if up or self._stopping else self._retry_after(),
+            restarts=self._removed_restarts + sum(one.restarts for one in replicas),
             last_failure=failures[-1] if failures else None,
         )
 

@@ -68,13 +68,13 @@ class OtherRanks:
         self._changed = threading.Condition()
         self._closing = False
         self._ranks: list[_Rank] = []
+        self._watcher = threading.Thread(target=self._watch, name="chairlift-ranks", daemon=True)
         try:
             for number in range(1, size):
                 self._ranks.append(_start(number, patience))
         except OSError:
             self.close(at_once=True)
             raise
-        self._watcher = threading.Thread(target=self._watch, name="chairlift-ranks", daemon=True)
         self._watcher.start()
 
     def assign(self, messages: Sequence[object]) -> None:
@@ -102,21 +102,22 @@ class OtherRanks:
         with self._changed:
             self._changed.wait_for(lambda: self._ends or all(rank.answers for rank in self._ranks))
             if self._ends:
+                if (cause := self._cause()) is not None and cause[1].expected:
+                    raise ConfigError(cause[1].message)
                 raise self.failure("a rank has ended")
             found = [rank.answers.popleft() for rank in self._ranks]
         if not all(isinstance(answer, kind) for answer in found):
             raise TypeError(f"ranks were to answer with {kind.__name__}, not {found}")
         return found
 
-    def failure(self, noticed: str) -> Exception:
+    def failure(self, noticed: str) -> RankError:
         """Why the ranks cannot go on, once they have had time to say so; ``noticed`` is what rank 0 saw of it."""
         with self._changed:
             self._changed.wait_for(lambda: self._cause() or len(self._ends) == len(self._ranks), GRACE_SECONDS)
             cause = self._cause()
             silent = [rank.number for rank in self._ranks if rank.number not in self._ends]
         if cause is not None:
-            number, failure = cause
-            return ConfigError(failure.message) if failure.expected else self._error(number, failure)
+            return self._error(*cause)
         if silent:
             return RankError(f"{self._named(silent)} no answer: it hangs, or is far behind the others ({noticed})")
         return RankError(f"the ranks have lost one another ({noticed})")
@@ -136,7 +137,7 @@ class OtherRanks:
             except subprocess.TimeoutExpired:
                 rank.process.kill()
                 rank.process.wait()
-        if self._ranks:
+        if self._watcher.is_alive():
             self._watcher.join()
         for rank in self._ranks:
             rank.pipe.close()
@@ -170,7 +171,8 @@ class OtherRanks:
             self._changed.notify_all()
         if isinstance(message, Failure) and not message.others and first:
             error = self._error(rank.number, message)
-            logger.error("%s%s", error, f"\n{message.traceback}" if message.traceback else "")
+            if not message.expected:
+                logger.error("%s%s", error, f"\n{message.traceback}" if message.traceback else "")
             if self._on_failure is not None:
                 self._on_failure(error)
 

@@ -65,7 +65,6 @@ class TensorParallelExecutor:
         self._out_of_step = ""
         self._ranks = DistributedRanks(0, size, devices[0])
         self._patience = PATIENCE * config.step_timeout
-        available = available_host_memory()
         self._others = OtherRanks(size, self._patience, on_failure)
         try:
             self._others.assign(
@@ -73,13 +72,17 @@ class TensorParallelExecutor:
             )
             self._worker: Worker | None = Worker(setup, self._ranks, devices[0], threads[0])
             self.holdings = [self._worker.holding, *self._others.answers(Holding)]
-            self._capacity = self._start(setup, self._worker, available)
+            self._capacity = self._start(setup, self._worker)
         except BaseException:
             self._others.close(at_once=True)
             self._ranks.leave()
             raise
 
-    def _start(self, setup: Setup, worker: Worker, available: int) -> Capacity:
+    def _start(self, setup: Setup, worker: Worker) -> Capacity:
+        # As it was before the weights were loaded, and after all else that a process takes to run was.
+        available = available_host_memory()
+        if setup.device.type == "cpu":
+            available += Holding.total(self.holdings).weights
         with tempfile.TemporaryDirectory(prefix="chairlift-ranks-") as directory, self._blaming():
             join = Join(Path(directory) / "store", START_SECONDS)
             self._others.send(join)

@@ -25,7 +25,7 @@ from chairlift.engine.executor import Executor
 from chairlift.execution import tensor_parallel
 from chairlift.scheduling.plan import StepRecord
 
-NUM_REQUESTS = 30
+NUM_REQUESTS = 18
 SETTINGS = {
     "recompute": {"preemption_mode": "recompute", "enable_prefix_caching": False},
     "swap": {"preemption_mode": "swap", "enable_prefix_caching": False},
@@ -41,7 +41,7 @@ def requests() -> list[Command]:
     for i in range(NUM_REQUESTS):
         prompt = stems[i % 3 > 0] + [chance.randrange(256) for _ in range(chance.randrange(1, 40))]
         params = SamplingParams(
-            temperature=0.9 * (i % 2), top_p=0.95, seed=i, max_tokens=chance.randrange(8, 60), ignore_eos=True
+            temperature=0.9 * (i % 2), top_p=0.95, seed=i, max_tokens=chance.randrange(8, 50), ignore_eos=True
         )
         commands.append(AddRequest(str(i), prompt, params, 0.0))
     return commands
@@ -52,7 +52,7 @@ def config(model: Path, ranks: int, **changes: object) -> EngineConfig:
         "model": str(model),
         "dtype": "float32",
         "device": "cpu",
-        "max_num_seqs": 12,
+        "max_num_seqs": 9,
         "max_model_len": 256,
         "swap_space": 0.01,
         "attention_backend": "reference",
@@ -106,7 +106,7 @@ def test_tokens_are_those_of_one_rank_however_short_memory_is(
     tiny_model: Path, undisturbed: dict[str, list[int]], ranks: tuple[int, Executor], name: str
 ) -> None:
     size, executor = ranks
-    tokens, records = run(executor, config(tiny_model, size, **SETTINGS[name]), 20)
+    tokens, records = run(executor, config(tiny_model, size, **SETTINGS[name]), 16)
     assert tokens == undisturbed
     assert sum(record.preempted for record in records) > 5
     if name == "recompute":

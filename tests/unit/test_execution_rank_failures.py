@@ -65,7 +65,7 @@ def test_memory_is_shared_by_all_ranks(model: Path, monkeypatch: pytest.MonkeyPa
     assert (started.capacity().num_blocks, started.capacity().num_host_blocks) == (20, 7)
     started.close()
     monkeypatch.setattr(tensor_parallel, "available_host_memory", lambda: 10 * 2**20)
-    with pytest.raises(ConfigError, match=r"5% of 10\.0 MiB on the CPU, less 0\.4 MiB .*raise --gpu-memory-util"):
+    with pytest.raises(ConfigError, match=r"5% of 10\.4 MiB on the CPU, less 0\.4 MiB .*raise --gpu-memory-util"):
         TensorParallelExecutor(config(model, tensor_parallel_size=2, gpu_memory_utilization=0.05))
     assert not rank_pids()
     assert not torch.distributed.is_initialized()

@@ -78,9 +78,16 @@ class OtherRanks:
         self._watcher.start()
 
     def assign(self, messages: Sequence[object]) -> None:
-        """Sends each rank a message of its own."""
-        for rank, message in zip(self._ranks, messages, strict=True):
-            _send(rank, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        """Sends each rank a message of its own, the first.
+
+        Raises:
+            RankError, ConfigError: as of :meth:`answers`.
+        """
+        try:
+            for rank, message in zip(self._ranks, messages, strict=True):
+                _send(rank, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        except CommunicationError as error:
+            raise self._not_begun(str(error)) from None
 
     def send(self, message: object) -> None:
         """Sends all ranks the same.
@@ -102,13 +109,15 @@ class OtherRanks:
         with self._changed:
             self._changed.wait_for(lambda: self._ends or all(rank.answers for rank in self._ranks))
             if self._ends:
-                if (cause := self._cause()) is not None and cause[1].expected:
-                    raise ConfigError(cause[1].message)
-                raise self.failure("a rank has ended")
+                raise self._not_begun("a rank has ended")
             found = [rank.answers.popleft() for rank in self._ranks]
         if not all(isinstance(answer, kind) for answer in found):
             raise TypeError(f"ranks were to answer with {kind.__name__}, not {found}")
         return found
+
+    def _not_begun(self, noticed: str) -> RankError | ConfigError:
+        failure, cause = self.failure(noticed), self._cause()
+        return ConfigError(cause[1].message) if cause is not None and cause[1].expected else failure
 
     def failure(self, noticed: str) -> RankError:
         """Why the ranks cannot go on, once they have had time to say so; ``noticed`` is what rank 0 saw of it."""

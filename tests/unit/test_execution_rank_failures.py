@@ -6,7 +6,7 @@ import logging
 import os
 import queue
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from support.tiny_model import save_tiny_model
 from chairlift.config import ConfigError, EngineConfig
 from chairlift.execution import other_ranks, tensor_parallel
 from chairlift.execution.local import LocalExecutor
-from chairlift.execution.other_ranks import RankError
+from chairlift.execution.other_ranks import OtherRanks, RankError
 from chairlift.execution.tensor_parallel import TensorParallelExecutor
 from chairlift.scheduling.plan import RowCounts, StepPlan
 
@@ -117,6 +117,7 @@ def test_a_rank_that_hangs_is_named(model: Path) -> None:
 BEGINNING = "from chairlift.execution.rank import Failure; from multiprocessing.connection import Connection; "
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize(
     ("command", "error", "message"),
     [
@@ -130,9 +131,22 @@ BEGINNING = "from chairlift.execution.rank import Failure; from multiprocessing.
     ],
 )
 def test_a_rank_that_cannot_begin(
-    model: Path, monkeypatch: pytest.MonkeyPatch, command: str, error: type[Exception], message: str
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    error: type[Exception],
+    message: str,
+    at_once: bool,
 ) -> None:
     monkeypatch.setattr(other_ranks, "COMMAND", command)
+    if at_once:
+        assign = OtherRanks.assign
+
+        def assign_late(others: OtherRanks, messages: Sequence[object]) -> None:
+            others._ranks[0].process.wait(30)
+            assign(others, messages)
+
+        monkeypatch.setattr(OtherRanks, "assign", assign_late)
     before = psutil.Process().children(recursive=True)
     with pytest.raises(error, match=message):
         TensorParallelExecutor(config(model, tensor_parallel_size=2))

@@ -118,6 +118,8 @@ class PrefixAware:
     a block is known by the hash of all tokens up to its end, as in the prefix cache itself. A replica counts as too
     busy where its load, or its share of the work of the last requests, is beyond :data:`LOAD_BOUND` times the mean. The
     first keeps queues short, the second keeps popular beginnings from being left to one replica while there are none.
+    Where every replica is beyond one of the two, as when one has just come and the others had all the work before, the
+    load alone counts: it is never beyond the bound everywhere.
     This is consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam 2016) with the cache in place of the
     hash ring.
     """
@@ -132,9 +134,10 @@ class PrefixAware:
     def choose(self, prompt: Sequence[int], work: int, loads: Mapping[int, float], salt: str | None = None) -> int:
         """See :class:`Router`."""
         hashes = list(self._hashes(prompt, salt))
-        busy = _beyond_bound(loads, loads, work) | _beyond_bound(self._recent, loads, work)
+        laden = _beyond_bound(loads, loads, work)
+        busy = laden | _beyond_bound(self._recent, loads, work)
         chosen = min(
-            (replica for replica in loads if replica not in busy or len(busy) == len(loads)),
+            loads.keys() - busy or loads.keys() - laden,
             key=lambda replica: (
                 -self._matched(replica, hashes),
                 loads[replica],

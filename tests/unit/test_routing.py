@@ -11,7 +11,7 @@ import pytest
 from chairlift.config import EngineConfig
 from chairlift.engine.executor import Capacity
 from chairlift.measure.workload import Workload, WorkloadRequest
-from chairlift.scheduling.routing import ROUTES, make_router
+from chairlift.scheduling.routing import LOAD_BOUND, ROUTES, SLACK_REQUESTS, make_router
 from chairlift.scheduling.work import StepWork
 from chairlift.simulate.fleet import Fleet
 
@@ -70,6 +70,20 @@ def test_no_replica_gets_much_more_than_its_share_of_one_popular_prompt(load_kno
         loads[chosen] += 50.0 * load_known
     assert max(counts.values()) <= 1.3 * 100
     assert sum(counts.values()) == 400
+
+
+def test_a_replica_that_has_just_come_is_not_buried():
+    """The others had all the work so far and it gets what comes now, but not beyond the bound on loads."""
+    rule = router("prefix-aware")
+    for prompt in range(50):
+        rule.choose((prompt,) * 8, 10, {0: 0.0})
+    loads = {0: 0.0, 1: 0.0}
+    chosen = []
+    for _ in range(40):
+        chosen.append(rule.choose((99,) * 8, 10, loads))
+        loads[chosen[-1]] += 10.0
+    assert chosen[0] == 1
+    assert max(loads.values()) <= LOAD_BOUND * 200 + SLACK_REQUESTS * 10, loads
 
 
 def test_an_unknown_rule_is_refused():

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chairlift.api.errors import APIError, queue_full
-from chairlift.api.paths import PROBES, path_of
+from chairlift.api.paths import CONTROLS, PROBES, path_of
 
 logger = logging.getLogger(__name__)
 
@@ -102,11 +102,11 @@ class Lifecycle:
         for request in list(self.open):
             request.end(error)
 
-    def refusal(self) -> APIError | None:
-        """What a request that comes now is to be told instead of an answer, if anything."""
+    def refusal(self, path: str) -> APIError | None:
+        """What a request for ``path`` that comes now is to be told instead of an answer, if anything."""
         if self.draining:
             return shutting_down()
-        if self._max_open is not None and len(self.open) >= self._max_open:
+        if path not in CONTROLS and self._max_open is not None and len(self.open) >= self._max_open:
             return queue_full(f"{len(self.open)} requests are being answered, and at most {self._max_open} may be")
         return None
 
@@ -135,9 +135,9 @@ class Admission:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes the request on, or refuses it."""
-        if scope["type"] != "http" or path_of(scope) in PROBES:
+        if scope["type"] != "http" or (path := path_of(scope)) in PROBES:
             await self._app(scope, receive, send)
-        elif (refusal := self._lifecycle.refusal()) is not None:
+        elif (refusal := self._lifecycle.refusal(path)) is not None:
             await refusal.response()(scope, receive, send)
         else:
             await self._lifecycle.run(self._app, scope, receive, send)

@@ -6,6 +6,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 PROBES = frozenset({"/health", "/ready", "/metrics"})
 """Open without a key, answered to the very end, and outside of every limit."""
+CONTROLS = frozenset({"/replicas", "/scale"})
+"""For operators, who need them most when the server is full: they take no place that a request waits for."""
 
 
 def path_of(scope: Scope) -> str:

@@ -138,6 +138,8 @@ async def test_no_more_requests_are_read_than_there_is_room_for(make_app: Make, 
         assert refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["code"] == "queue_full"
         assert (await client.get("/health")).status_code == 200
+        for control in ("/scale", "/replicas"):  # of a server with replicas, and unknown to this one
+            assert (await client.post(control, json={})).status_code == 404
         for task in waiting:
             task.cancel()
         await asyncio.wait(waiting)

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from chairlift import logs
@@ -77,9 +78,11 @@ class EngineHost:
         engine = self._loaded()
         for command in commands:
             if isinstance(command, Begin):
-                self._running[command.request_id] = asyncio.create_task(self._run(engine, command))
-            elif (task := self._running.get(command.request_id)) is not None:
-                task.cancel()
+                task = self._running[command.request_id] = asyncio.create_task(self._run(engine, command))
+                # Not in the task: one that is cancelled before its first turn runs no line.
+                task.add_done_callback(partial(self._ended, command.request_id))
+            elif command.request_id in self._running:
+                self._running[command.request_id].cancel()
 
     async def poll(self) -> News:
         """Returns what came since the last call, as soon as there is anything; one caller at a time.
@@ -122,8 +125,10 @@ class EngineHost:
             logger.exception("a sequence failed")
             self._broken[request_id] = f"{type(error).__name__}: {error}"
         finally:
-            del self._running[request_id]
             self._news.set()
+
+    def _ended(self, request_id: str, _: asyncio.Task[None]) -> None:
+        del self._running[request_id]
 
     def _on_step(self, record: StepRecord) -> None:
         self._records.append(record)

@@ -248,10 +248,12 @@ class RoutedEngine:
         ends the requests that it has, and takes no more.
 
         Raises:
-            ConfigError: there cannot be so many.
+            ConfigError: there cannot be so many, or the server is about to end.
         """
         check_replicas(count, "replicas")
         await asyncio.to_thread(self._check_room, count)
+        if self._stopping:  # by now
+            raise ConfigError("the server is shutting down")
         self.target = count
         staying = [replica for replica in self.replicas if replica.state != "draining"]
         for _ in range(count - len(staying)):

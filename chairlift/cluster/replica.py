@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 SILENT_SECONDS = 15.0
 """A replica that says nothing for so long is given up, whatever Ray thinks of it: it has a word to say each second."""
+LOOKS = 15
+"""Looks for an answer in that time. A server that was itself stopped has heard nothing; that costs one look."""
 CLOSE_SECONDS = 12.0
 """Time for an engine to end its step and its process; then its actor is killed."""
 
@@ -340,10 +342,14 @@ class StepSums:
 
 async def _within(seconds: float, call: Awaitable[T]) -> T:
     """Waits for an answer, but not for ever."""
+    answer = asyncio.ensure_future(call)
     try:
-        return await asyncio.wait_for(call, seconds)
-    except TimeoutError:
-        raise LostError(f"it did not answer within {seconds:g} seconds") from None
+        for _ in range(LOOKS):
+            if (await asyncio.wait({answer}, timeout=seconds / LOOKS))[0]:
+                return answer.result()
+    finally:
+        answer.cancel()
+    raise LostError(f"it did not answer within {seconds:g} seconds")
 
 
 async def _close(actor: Actor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -291,6 +292,27 @@ def test_one_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch):
     asyncio.run(main())
 
 
+def test_a_server_that_was_stopped_does_not_give_its_replicas_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(replica_module, "SILENT_SECONDS", 0.3)
+
+    async def main() -> None:
+        world = World()
+        engine = world.engine(replicas=1)
+        await engine.begin()
+        (one,) = world.actors
+        reading = asyncio.create_task(read(engine.generate([1], PARAMS)))
+        await until(lambda: one.begun)
+        time.sleep(0.4)
+        # What was said meanwhile comes by another thread, and so after the timers that have run out.
+        await asyncio.sleep(0.005)
+        one.answer(4, last=True)
+        assert await asyncio.wait_for(reading, 30) == [4]
+        assert (len(world.actors), engine.retries) == (1, 0)
+        await engine.close()
+
+    asyncio.run(main())
+
+
 def test_leaving_a_stream_aborts_it():
     async def main() -> None:
         world = World()
@@ -340,6 +362,22 @@ def test_going_down_drains_and_going_up_places():
         with pytest.raises(ConfigError, match="replicas must be from 1"):
             await engine.scale(0)
         assert engine.target == 2
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_server_that_is_about_to_end_places_none():
+    async def main() -> None:
+        world = World()
+        engine = world.engine(replicas=1)
+        await engine.begin()
+        scaling = asyncio.create_task(engine.scale(3))
+        await asyncio.sleep(0)  # it asks for room
+        engine.stop_restarting()
+        with pytest.raises(ConfigError, match="shutting down"):
+            await scaling
+        assert (len(world.actors), engine.target) == (1, 1)
         await engine.close()
 
     asyncio.run(main())
@@ -513,6 +551,7 @@ def test_the_actor_gathers_what_a_step_brings_into_one_answer(monkeypatch: pytes
         await asyncio.sleep(0)
         await host.submit([Abort("c"), Abort("unknown")])
         await asyncio.sleep(0)
+        await host.submit([Begin("d", (1,), PARAMS), Abort("d")])  # it never had a turn
         record = StepRecord(0, 0.0, 0.5)
         engine.go.set()
         engine.subscribers[0](record)
@@ -521,7 +560,8 @@ def test_the_actor_gathers_what_a_step_brings_into_one_answer(monkeypatch: pytes
         assert news.deltas["a"].finish_reason == "length"
         assert news.deltas["b"].token_ids == (5,)
         assert news.broken == {"b": "out of luck"}
-        assert "c" not in news.deltas
+        assert not {"c", "d"} & news.deltas.keys()
+        assert not host._running, "nothing is kept of those that ended"
         assert engine.aborted == 1
         assert news.records == [record]
         monkeypatch.setattr(host_module, "HEARTBEAT_SECONDS", 0.01)

@@ -83,7 +83,8 @@ def _hadamard(size: int) -> Tensor:
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix * size**-0.5
+    scaled: Tensor = matrix * size**-0.5
+    return scaled
 
 
 def _rotate_residual_stream(model: CausalLM) -> None:

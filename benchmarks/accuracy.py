@@ -21,7 +21,9 @@ REQUESTS = Path(__file__).parent / "data" / "requests.json"
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
+    "bfloat16-kv8": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int8-kv8": {"dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "int8"},
 }
 READ = SamplingParams(max_tokens=0, prompt_logprobs=0)
 
@@ -53,10 +55,10 @@ def main() -> None:
     del llm
     counts = f"{len(requests)} requests, {sum(map(len, prompts))} prompt and {sum(map(len, answers))} answer tokens"
     print(f"{arguments.model}, {counts}")
-    print(f"{'precision':<10}{'perplexity':>12}{'agreement':>11}{'mean logprob of answers':>26}")
+    print(f"{'precision':<14}{'perplexity':>12}{'agreement':>11}{'mean logprob of answers':>26}")
     for name in arguments.precisions:
         perplexity, agreement, likely = scores(LLM(arguments.model, **PRECISIONS[name], **options), prompts, answers)
-        print(f"{name:<10}{perplexity:>12.3f}{agreement:>11.2%}{likely:>26.4f}")
+        print(f"{name:<14}{perplexity:>12.3f}{agreement:>11.2%}{likely:>26.4f}")
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def to_transformers(model: str, dtype: torch.dtype) -> transformers.PreTrainedMo
 
 
 def _state(model: CausalLM) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.slots().items()}
+    return {name: slot.tensor.clone() for name, slot in model.slots().items()}
 
 
 def _llama_config(config: ModelConfig) -> transformers.LlamaConfig:

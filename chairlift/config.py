@@ -13,6 +13,7 @@ from chairlift.scheduling.config import POLICIES, PREEMPTION_MODES, VICTIM_RULES
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "reference", "cpu")
+KV_CACHE_DTYPES = ("auto", "int8")
 QUANTIZATIONS = ("int8",)
 BATCHING = ("continuous", "static")
 TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral")
@@ -41,16 +42,19 @@ class EngineConfig:
             float32.
         quantization: "int8" computes products in int8, with a scale for each output channel of the weights and one for
             each row of activations; ``None`` computes in ``dtype``. CPU only.
+        kv_cache_dtype: precision of cached keys and values: "auto" takes the model's, "int8" a byte each, with a scale
+            for each token and head.
         device: "auto" takes CUDA where there is one.
         max_model_len: longest sequence in tokens; ``None`` takes the model's own.
         block_size: tokens in a KV block.
         gpu_memory_utilization: share of the device's memory to use for weights and KV together; on the CPU, of the
             memory that is really available, container limits included. ``None`` takes 0.90 on CUDA, 0.50 on the CPU.
-        kv_cache_memory_bytes: bytes of KV cache, instead of a share.
-        swap_space: GiB of host memory for swapped KV blocks.
+        kv_cache_memory_bytes: bytes of KV cache, of all ranks together, instead of a share.
+        swap_space: GiB of host memory for swapped KV blocks, of all ranks together.
         max_num_seqs: most sequences in a step.
         max_num_batched_tokens: most token rows in a step; ``None`` takes the device's default.
-        tensor_parallel_size: ranks that share the model.
+        tensor_parallel_size: ranks that share the model, each a process with its part of every layer: on the CPU with
+            its part of ``num_threads``, else with a GPU of its own.
         enforce_eager: run without captured graphs.
         attention_backend: "auto" takes the fastest that the device has.
         num_threads: CPU compute threads; ``None`` takes one for each core this process may use.
@@ -70,6 +74,7 @@ class EngineConfig:
     revision: str | None = None
     dtype: str = "auto"
     quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
     block_size: int = 16
@@ -100,6 +105,7 @@ class EngineConfig:
         _one_of("--dtype", self.dtype, DTYPES)
         if self.quantization is not None:
             _one_of("--quantization", self.quantization, QUANTIZATIONS)
+        _one_of("--kv-cache-dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _one_of("--device", self.device, DEVICES)
         _one_of("--attention-backend", self.attention_backend, ATTENTION_BACKENDS)
         _count("--max-model-len", self.max_model_len)
@@ -142,11 +148,11 @@ class EngineConfig:
                 f"({self.max_num_seqs}), or a full batch could not decode one token each; raise the first or lower "
                 "the second"
             )
-        if self.tensor_parallel_size != 1:
+        _count("--tensor-parallel-size", self.tensor_parallel_size)
+        if self.tensor_parallel_size > 1 and self.quantization is not None:
             raise ConfigError(
-                f"--tensor-parallel-size {self.tensor_parallel_size} is not supported yet; use 1"
-                if self.tensor_parallel_size > 1
-                else f"--tensor-parallel-size must be at least 1, got {self.tensor_parallel_size}"
+                f"--quantization {self.quantization} runs on one rank alone; leave it out, or use "
+                "--tensor-parallel-size 1"
             )
 
 

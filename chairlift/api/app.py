@@ -22,10 +22,13 @@ from chairlift.api.observe import CLIENT_CLOSED_REQUEST, REQUEST_ID, Observe
 from chairlift.api.openapi import add_openapi_route
 from chairlift.api.operations import add_operation_routes
 from chairlift.api.paths import BehindPrefix
+from chairlift.api.replicas import add_replica_routes
 from chairlift.api.responses import create_response
 from chairlift.api.tokenize import add_text_routes
 from chairlift.api.tracing import SpanWriter
 from chairlift.api.unknown import WARNING_HEADER, WarnOfUnknown
+from chairlift.cluster.metrics import ReplicaCollector
+from chairlift.cluster.router import RoutedEngine
 from chairlift.config import ServerConfig
 from chairlift.engine.client import AsyncEngineClient
 from chairlift.engine.metrics import EngineMetrics, MeteredEngine
@@ -45,6 +48,7 @@ def create_app(
     max_open_sequences: int | None = None,
     lifecycle: Lifecycle | None = None,
     spans: SpanWriter | None = None,
+    admin_key: str | None = None,
 ) -> FastAPI:
     """Returns the application that serves ``engine``, which stays its maker's to close.
 
@@ -56,6 +60,7 @@ def create_app(
         max_open_sequences: requests that would make more of them unfinished are told to come back later.
         lifecycle: by which the server that runs the application ends its requests.
         spans: writes a trace span for each request.
+        admin_key: opens ``POST /scale``, where the engine has replicas.
     """
     config = config or ServerConfig()
     metrics = EngineMetrics(served_model_names[0], engine.capacity.max_model_len)
@@ -85,6 +90,9 @@ def create_app(
     app.add_exception_handler(Exception, _on_bug)
     _add_generation_routes(app, frontend)
     add_operation_routes(app, frontend, lifecycle)
+    if isinstance(engine, RoutedEngine):
+        metrics.registry.register(ReplicaCollector(engine, served_model_names[0]))
+        add_replica_routes(app, engine, admin_key)
     return app
 
 

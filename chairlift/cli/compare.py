@@ -98,11 +98,11 @@ def compare(
     config = _config(scenario, options)
 
     # Here and not above: --help should not have to load torch.
-    from chairlift.execution.local import LocalExecutor
+    from chairlift.engine.build import build_executor
     from chairlift.measure.drive import MeasurementError
     from chairlift.measure.workload import WorkloadError
 
-    executor = LocalExecutor(config)
+    executor = build_executor(config)
     try:
         workload = _workload(scenario, trace, executor.capacity(), config, chosen)
         policies = _policies(static_batch_sizes, static_batch_timeout, config.max_num_seqs)

@@ -17,6 +17,7 @@ from chairlift.config import (
     BATCHING,
     DEVICES,
     DTYPES,
+    KV_CACHE_DTYPES,
     LOG_FORMATS,
     LOG_LEVELS,
     QUANTIZATIONS,
@@ -56,6 +57,13 @@ _ENGINE_OPTIONS = (
         type=click.Choice(QUANTIZATIONS),
         help="Compute products in int8 on the CPU: half the memory traffic, a little less exact.",
     ),
+    click.option(
+        "--kv-cache-dtype",
+        type=click.Choice(KV_CACHE_DTYPES),
+        default="auto",
+        show_default=True,
+        help="Precision of cached keys and values. auto: the model's; int8: about half of bfloat16's memory.",
+    ),
     click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Where to compute."),
     click.option("--max-model-len", type=int, metavar="N", help="Longest sequence in tokens.  [default: the model's]"),
     click.option("--block-size", type=int, default=16, show_default=True, metavar="N", help="Tokens in a KV block."),
@@ -90,7 +98,12 @@ _ENGINE_OPTIONS = (
         help="Most token rows in a step; longer prompts are computed in chunks.  [default: by device]",
     ),
     click.option(
-        "--tensor-parallel-size", type=int, default=1, show_default=True, metavar="N", help="Ranks per model."
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        show_default=True,
+        metavar="N",
+        help="Processes that share the model, each with a part of every layer; on CUDA each has a GPU.",
     ),
     click.option("--enforce-eager", is_flag=True, help="Run without captured graphs (there are none yet)."),
     click.option(

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from chairlift import __version__, logs
+from chairlift.cli.cluster import cluster_config, cluster_options
 from chairlift.cli.options import engine_config, engine_options, server_config, server_options
+from chairlift.cluster.config import ClusterConfig
 from chairlift.config import EngineConfig, ServerConfig
 from chairlift.engine.executor import Capacity
 
 if TYPE_CHECKING:
     from chairlift.api.tracing import SpanWriter
+    from chairlift.cluster.router import RoutedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +34,7 @@ logger = logging.getLogger(__name__)
     metavar="NAME",
     help="Name clients ask for; may be given several times.  [default: the model as given]",
 )
+@cluster_options
 @server_options
 @engine_options
 def serve(model: str | None, host: str, port: int, served_names: tuple[str, ...], **options: Any) -> None:
@@ -40,12 +44,20 @@ def serve(model: str | None, host: str, port: int, served_names: tuple[str, ...]
     tokenizer, or a .gguf file.
     """
     server = server_config(options)
+    cluster = cluster_config(options)
     config = engine_config(model, **options)
-    run_server(config, server, host, port, served_names or (config.model,))
+    run_server(config, server, host, port, served_names or (config.model,), cluster)
 
 
-def run_server(config: EngineConfig, server: ServerConfig, host: str, port: int, names: tuple[str, ...]) -> None:
-    """Serves until it is told to stop.
+def run_server(
+    config: EngineConfig,
+    server: ServerConfig,
+    host: str,
+    port: int,
+    names: tuple[str, ...],
+    cluster: ClusterConfig | None = None,
+) -> None:
+    """Serves until it is told to stop: by one engine, or by replicas on a cluster.
 
     Raises:
         ConfigError, ModelError, TokenizerError, EngineDeadError, OSError: it cannot begin; the message says what to
@@ -64,28 +76,35 @@ def run_server(config: EngineConfig, server: ServerConfig, host: str, port: int,
     tls = tls_context(server)
     allow_many_connections()
     places = config.static_batch_size if config.batching == "static" else config.max_num_seqs
-    max_open_sequences = places + server.max_num_queued_reqs
+    max_open_sequences = places * (cluster.replicas if cluster else 1) + server.max_num_queued_reqs
     spans = _span_writer(server, names[0])
     with bind(host, port) as sock:  # first: an address in use should not cost the time to load a model
         source = resolve(config.model, config.revision)
         tokenizer = load_tokenizer(source)
-        engine = SupervisedEngine.start(config, log_config)
-        _say(server, describe(config, engine.capacity), "loaded", asdict(engine.capacity))
+        engine: SupervisedEngine | RoutedEngine
+        if cluster is None:
+            engine = SupervisedEngine.start(config, log_config)
+        else:
+            from chairlift.cluster.launch import on_cluster
+
+            engine = on_cluster(config, cluster, log_config)
 
         async def main() -> None:
-            lifecycle = Lifecycle(server.request_timeout, max_open_sequences)
-            lifecycle.on_drain(engine.stop_restarting)
-            app = create_app(
-                engine,
-                tokenizer,
-                served_model_names=names,
-                config=server,
-                max_open_sequences=max_open_sequences,
-                lifecycle=lifecycle,
-                spans=spans,
-            )
-            engine.watch()
             try:
+                await engine.begin()
+                _say(server, describe(config, engine.capacity), "loaded", asdict(engine.capacity))
+                lifecycle = Lifecycle(server.request_timeout, max_open_sequences)
+                lifecycle.on_drain(engine.stop_restarting)
+                app = create_app(
+                    engine,
+                    tokenizer,
+                    served_model_names=names,
+                    config=server,
+                    max_open_sequences=max_open_sequences,
+                    lifecycle=lifecycle,
+                    spans=spans,
+                    admin_key=None if cluster is None else cluster.admin_key,
+                )
                 await serve_app(
                     app,
                     sock,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from chairlift.config import ConfigError, EngineConfig
 from chairlift.engine.clock import WallClock
 from chairlift.engine.core import Command, EngineCore
-from chairlift.engine.executor import Capacity
+from chairlift.engine.executor import Capacity, Executor
 from chairlift.engine.records import StepLog
 from chairlift.engine.structured import FormCompiler, StructuredGuide
 from chairlift.model.source import resolve
@@ -23,20 +23,24 @@ if TYPE_CHECKING:
     from chairlift.text.tokenizer import Tokenizer
 
 
-def build_core(config: EngineConfig, drain: Callable[[], Sequence[Command]], *, resumes: bool = False) -> EngineCore:
+def build_core(
+    config: EngineConfig,
+    drain: Callable[[], Sequence[Command]],
+    *,
+    resumes: bool = False,
+    on_failure: Callable[[Exception], None] | None = None,
+) -> EngineCore:
     """Loads the model and returns an engine that is ready for its first step.
 
-    One that ``resumes`` adds to the step log of the engine whose place it takes.
+    One that ``resumes`` adds to the step log of the engine whose place it takes. ``on_failure`` is called, by a thread,
+    if the executor fails while it executes nothing; if it does in a step, the step raises.
 
     Raises:
         ConfigError: the settings do not fit the model or the machine, or the step log cannot be written.
         ModelError: the model cannot be had, or is not one of those supported.
     """
     step_log = _open_step_log(config.step_log, append=resumes)  # first: loading takes long
-    # Here and not above: whoever only talks to an engine should not have to load torch.
-    from chairlift.execution.local import LocalExecutor
-
-    executor = LocalExecutor(config)
+    executor = build_executor(config, on_failure)
     capacity = executor.capacity()
     scheduler = build_scheduler(config, capacity)
     forms = FormCompiler(lambda: _load_tokenizer(config), capacity.vocab_size, capacity.eos_token_ids)
@@ -49,6 +53,18 @@ def build_core(config: EngineConfig, drain: Callable[[], Sequence[Command]], *, 
         step_log=step_log,
         guide=StructuredGuide(forms),
     )
+
+
+def build_executor(config: EngineConfig, on_failure: Callable[[Exception], None] | None = None) -> Executor:
+    """Loads the model, onto so many ranks as ``config`` says; see :func:`build_core`."""
+    # Here and not above: whoever only talks to an engine should not have to load torch.
+    if config.tensor_parallel_size > 1:
+        from chairlift.execution.tensor_parallel import TensorParallelExecutor
+
+        return TensorParallelExecutor(config, on_failure)
+    from chairlift.execution.local import LocalExecutor
+
+    return LocalExecutor(config)
 
 
 def _load_tokenizer(config: EngineConfig) -> Tokenizer:

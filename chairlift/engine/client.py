@@ -16,11 +16,14 @@ class EngineDeadError(RuntimeError):
 
     Attributes:
         retry_after: seconds after which there may be another engine.
+        elsewhere: there is another one now, on which what was asked for can be begun anew. The client that says so has
+            done that itself wherever nothing had come of the sequence yet.
     """
 
-    def __init__(self, cause: str, retry_after: float = 1.0) -> None:
+    def __init__(self, cause: str, retry_after: float = 1.0, *, elsewhere: bool = False) -> None:
         super().__init__(cause)
         self.retry_after = retry_after
+        self.elsewhere = elsewhere
 
 
 @dataclass(frozen=True, slots=True)

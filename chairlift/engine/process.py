@@ -7,13 +7,12 @@ scheduler and runs the loop.
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import faulthandler
 import logging
 import os
 import queue
 import signal
-import sys
 import threading
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -23,6 +22,7 @@ from chairlift.config import ConfigError, EngineConfig
 from chairlift.engine.build import build_core
 from chairlift.engine.core import Command, EngineCore
 from chairlift.engine.executor import Capacity
+from chairlift.engine.lifeline import die_with
 from chairlift.garbage import keep_collections_short
 from chairlift.model.source import ModelError
 
@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 STOP = None  # the last command
 TELL_STACKS = getattr(signal, "SIGUSR1", None)
 """Signal upon which an engine writes what its threads are doing, even in the middle of a kernel."""
-PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +49,11 @@ class Failed:
 
 
 class _Inbox:
-    """Commands that have come in, in order."""
+    """Commands that have come in, in order, and the news that the executor has failed while nothing was executed."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
-        self._queue: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Command | Exception | None] = queue.SimpleQueue()
         self._waited_for: list[Command] = []
         self.stopped = False
         threading.Thread(target=self._read, name="chairlift-inbox", daemon=True).start()
@@ -66,27 +65,29 @@ class _Inbox:
             except (EOFError, OSError):
                 os._exit(0)  # the server is gone: a step in progress would be for nobody
 
+    def fail(self, error: Exception) -> None:
+        """Has the loop end with this error, when it next looks here. Any thread may call this."""
+        self._queue.put(error)
+
     def wait(self, seconds: float | None = None) -> None:
         """Blocks until there is a command, or for so many seconds."""
-        try:
-            command = self._queue.get(timeout=seconds)
-        except queue.Empty:
-            return
-        if command is STOP:
-            self.stopped = True
-        else:
-            self._waited_for.append(command)
+        with contextlib.suppress(queue.Empty):
+            self._take(self._queue.get(timeout=seconds), self._waited_for)
 
     def drain(self) -> list[Command]:
         """Returns what has come in, without waiting."""
         commands, self._waited_for = self._waited_for, []
         while not self._queue.empty():
-            command = self._queue.get()
-            if command is STOP:
-                self.stopped = True
-            else:
-                commands.append(command)
+            self._take(self._queue.get(), commands)
         return commands
+
+    def _take(self, command: Command | Exception | None, commands: list[Command]) -> None:
+        if isinstance(command, Exception):
+            raise command
+        if command is STOP:
+            self.stopped = True
+        else:
+            commands.append(command)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ def run_engine(config: EngineConfig, pipe: Connection, launch: Launch) -> None:
     """Loads the model, then steps until it is told to stop or its server is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server decides what it means
     if launch.killed_with is not None:
-        _die_with(launch.killed_with)
+        die_with(launch.killed_with)
     if launch.logs is not None:
         logs.configure(launch.logs)
     faulthandler.enable()
@@ -117,7 +118,7 @@ def run_engine(config: EngineConfig, pipe: Connection, launch: Launch) -> None:
         faulthandler.register(TELL_STACKS)
     inbox = _Inbox(pipe)
     try:
-        core = build_core(config, inbox.drain, resumes=launch.resumes)
+        core = build_core(config, inbox.drain, resumes=launch.resumes, on_failure=inbox.fail)
     except (ConfigError, ModelError, OSError) as error:  # written for the user
         pipe.send(Failed(str(error), expected=True))
         return
@@ -134,14 +135,6 @@ def run_engine(config: EngineConfig, pipe: Connection, launch: Launch) -> None:
         pipe.send(_failure(error))
     finally:
         core.close()
-
-
-def _die_with(server_pid: int) -> None:
-    """Has the system kill this process when its server ends: one that hangs would not notice by itself."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != server_pid:  # it has ended already
-            os._exit(0)
 
 
 def _failure(error: Exception) -> Failed:

@@ -19,44 +19,15 @@ from typing import Any
 from chairlift.config import ConfigError, EngineConfig
 from chairlift.engine.client import EngineDeadError, EngineStats
 from chairlift.engine.core import AbortRequest, AddRequest, Command, StepOutput
+from chairlift.engine.delta_stream import DeltaStream
 from chairlift.engine.executor import Capacity
+from chairlift.engine.lifeline import own_pid_for_children
 from chairlift.engine.process import STOP, TELL_STACKS, Failed, Launch, Ready, run_engine
 from chairlift.logs import LogConfig
 from chairlift.scheduling.plan import SequenceDelta, StepRecord
 from chairlift.scheduling.sampling_params import SEED_BITS, SamplingParams
 
 CLOSE_TIMEOUT = 10.0  # seconds that an engine has to end its step before it is killed
-
-
-class _Stream:
-    """Deltas of one request on their way to whoever reads them.
-
-    What a slow reader has not fetched is merged into one delta, so that a stream never holds more than its tokens.
-    """
-
-    def __init__(self) -> None:
-        self._pending: SequenceDelta | None = None
-        self._error: EngineDeadError | None = None
-        self._arrived = asyncio.Event()
-
-    def push(self, delta: SequenceDelta) -> None:
-        self._pending = delta if self._pending is None else delta.after(self._pending)
-        self._arrived.set()
-
-    def fail(self, error: EngineDeadError) -> None:
-        self._error = error
-        self._arrived.set()
-
-    async def next(self) -> SequenceDelta:
-        await self._arrived.wait()
-        self._arrived.clear()
-        if self._pending is not None:
-            delta, self._pending = self._pending, None
-            if self._error is not None:
-                self._arrived.set()
-            return delta
-        assert self._error is not None  # noqa: S101 - only these two set the event
-        raise self._error
 
 
 class RemoteEngine:
@@ -75,7 +46,7 @@ class RemoteEngine:
         self._config = config
         self._seeds = random.Random(config.seed)  # noqa: S311 - noise for sampling, not a secret
         self._ids = itertools.count()
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, DeltaStream] = {}
         self._subscribers: list[Callable[[StepRecord], None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._death: str | None = None
@@ -85,11 +56,9 @@ class RemoteEngine:
         self._unanswered = False  # whether a command was sent since the engine's last word; it answers each
         context = multiprocessing.get_context("spawn")
         self._pipe, engine_end = context.Pipe()
-        # The system kills a child with the thread that started it, which is this process only for the main one.
-        in_main_thread = threading.current_thread() is threading.main_thread()
         launch = Launch(
             logs=None if logs is None else replace(logs, process="engine"),
-            killed_with=os.getpid() if in_main_thread else None,
+            killed_with=own_pid_for_children(),
             resumes=resumes,
         )
         self._process = context.Process(
@@ -176,7 +145,7 @@ class RemoteEngine:
         request_id = str(next(self._ids))
         if not self._streams and not self._unanswered:
             self._busy_since = time.monotonic()
-        stream = self._streams[request_id] = _Stream()
+        stream = self._streams[request_id] = DeltaStream()
         finished = False
         try:
             self._send(AddRequest(request_id, prompt_token_ids, params, time.monotonic(), priority, cache_salt))

@@ -77,6 +77,10 @@ class SupervisedEngine:
         engine = RemoteEngine.start(config, logs)
         return cls(config, logs, engine, time.monotonic() - begun)
 
+    async def begin(self) -> None:
+        """Begins to look after the engine: :meth:`watch`, as a client does it that has yet to start its engines."""
+        self.watch()
+
     def watch(self) -> None:
         """Begins to look after the engine, on the running event loop."""
         self._watching = asyncio.create_task(self._watch())

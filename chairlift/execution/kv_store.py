@@ -11,10 +11,14 @@ from torch import Tensor
 from chairlift.model.attention.base import LayerKVs
 from chairlift.model.config import ModelConfig
 
+SCALE = torch.float32
+"""What an int8 cache keeps for each token and head beside its numbers."""
+
 
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of one token's keys and values over all layers."""
-    return config.num_layers * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+    scale = SCALE.itemsize if dtype == torch.int8 else 0
+    return config.num_layers * 2 * config.num_kv_heads * (config.head_dim * dtype.itemsize + scale)
 
 
 class KVStore:
@@ -31,8 +35,11 @@ class KVStore:
         self.num_blocks = num_blocks
         heads, width = config.num_kv_heads, config.head_dim
         shape = (config.num_layers, num_blocks, heads)
+        scales = [_zeros((*shape, block_size), SCALE, device) for _ in range(2)] if dtype == torch.int8 else []
         self.layers = LayerKVs(
-            _zeros((*shape, width, block_size), dtype, device), _zeros((*shape, block_size, width), dtype, device)
+            _zeros((*shape, width, block_size), dtype, device),
+            _zeros((*shape, block_size, width), dtype, device),
+            *scales,
         )
 
     def copy_from(self, source: KVStore, pairs: Sequence[tuple[int, int]]) -> None:
@@ -45,8 +52,8 @@ class KVStore:
         taken = torch.tensor([pair[0] for pair in pairs], device=source.layers[0].key.device)
         given = torch.tensor([pair[1] for pair in pairs], device=self.layers[0].key.device)
         for here, there in zip(self.layers, source.layers, strict=True):
-            here.key[given] = there.key[taken].to(here.key.device)
-            here.value[given] = there.value[taken].to(here.value.device)
+            for to, what in zip(here.tensors, there.tensors, strict=True):
+                to[given] = what[taken].to(to.device)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

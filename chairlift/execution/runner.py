@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,39 +61,62 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutcome:
         """Computes a plan."""
-        if plan.swap_out or plan.swap_in:
-            self._swap(plan)
+        self._swap(plan)
         outcome = StepOutcome()
         if not plan.chunks:
             return outcome
-        batch = build_batch(plan, self.block_size, self.device)
-        metadata = self.attention.prepare(batch.layout)
-        hidden = self.model(batch.token_ids, batch.positions, self.kv.layers, self.attention, metadata)
+        batch, hidden, logits = self._forward(plan)
+        if batch.sampled:
+            self._choose(logits, batch, plan.step, outcome)
         for chunk, row in batch.targets:
             self._score_prompt(hidden, chunk, row, plan.step, outcome)
-        if batch.sampled:
-            self._choose(hidden, batch, plan.step, outcome)
         return outcome
 
+    @torch.inference_mode()
+    def follow(self, plan: StepPlan) -> None:
+        """Computes the part of a rank other than 0, which chooses no tokens: the same calls of the model as in run."""
+        self._swap(plan)
+        if not plan.chunks:
+            return
+        batch, hidden, _ = self._forward(plan)
+        for chunk, row in batch.targets:
+            for rows, _ in self._target_rows(chunk, row):
+                self.model.logits(hidden[rows])
+
+    def _forward(self, plan: StepPlan) -> tuple[Batch, Tensor, Tensor]:
+        """The batch, its residual stream, and the logits of the rows that are sampled."""
+        batch = build_batch(plan, self.block_size, self.device)
+        metadata = self.attention.prepare(batch.layout)
+        hidden, logits = self.model(
+            batch.token_ids, batch.positions, self.kv.layers, self.attention, metadata, batch.sampled_rows
+        )
+        return batch, hidden, logits
+
+    def _target_rows(self, chunk: SequenceChunk, row: int) -> Iterator[tuple[slice, Sequence[int]]]:
+        """Rows and tokens of a prompt to look up, a few at a time: the logits of a long one would fill the memory."""
+        assert chunk.prompt_targets is not None  # noqa: S101 - of a chunk that has some
+        token_ids = chunk.prompt_targets.token_ids
+        size = max(1, MAX_NUMBERS[self.device.type] // self.model.config.vocab_size)
+        for first in range(0, len(token_ids), size):
+            part = token_ids[first : first + size]
+            yield slice(row + first, row + first + len(part)), part
+
     def _score_prompt(self, hidden: Tensor, chunk: SequenceChunk, row: int, step: int, outcome: StepOutcome) -> None:
-        """Looks prompt tokens up, a few rows at a time: the logits of a long prompt would fill the memory."""
+        """Looks prompt tokens up."""
         targets = chunk.prompt_targets
         assert targets is not None  # noqa: S101 - of a chunk that has some
         scores: list[TokenLogprob] = []
-        size = max(1, MAX_NUMBERS[self.device.type] // self.model.config.vocab_size)
-        for first in range(0, len(targets.token_ids), size):
-            token_ids = targets.token_ids[first : first + size]
-            logits = self.model.logits(hidden[row + first : row + first + len(token_ids)])
+        for rows, token_ids in self._target_rows(chunk, row):
+            logits = self.model.logits(hidden[rows])
             scores += token_logprobs(logits, token_ids, [targets.num_top] * len(token_ids))
         if not all(math.isfinite(score.logprob) for score in scores):
             of = f"request {chunk.request_id} in step {step}"
             outcome.failed[chunk.request_id] = str(NonFiniteLogitsError([row], of))
         outcome.prompt_logprobs[chunk.request_id] = scores
 
-    def _choose(self, hidden: Tensor, batch: Batch, step: int, outcome: StepOutcome) -> None:
+    def _choose(self, logits: Tensor, batch: Batch, step: int, outcome: StepOutcome) -> None:
         """Samples the rows that are due, with the logprobs that are wanted."""
         chunks = batch.sampled
-        logits = self.model.logits(hidden[batch.sampled_rows])
         forbid(logits, chunks)
         num_tops = {row: n for row, c in enumerate(chunks) if c.sampling and (n := c.sampling.logprobs) is not None}
         raw = logits[list(num_tops)] if num_tops else None
@@ -106,6 +129,8 @@ class ModelRunner:
 
     def _swap(self, plan: StepPlan) -> None:
         """Moves blocks before anything is written: a block that is swapped out may be somebody else's in this step."""
+        if not plan.swap_out and not plan.swap_in:
+            return
         if self.host is None:
             raise RuntimeError(f"step {plan.step} swaps, but there is no swap space")
         if plan.swap_out:

@@ -35,10 +35,11 @@ class Decoder(Protocol):
         kv_caches: LayerKVs,
         attention: AttentionBackend[Any],
         metadata: Any,
-    ) -> Tensor:
+        sampled: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """Computes one step; see :meth:`chairlift.model.llama.CausalLM.forward`."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the next token: [S, hidden_size] to [S, vocab_size] float32."""
+        """Scores of the next token: residual stream [S, hidden_size] to [S, vocab_size] float32."""
         ...

@@ -7,7 +7,6 @@ queries and what lies between norm and activation to bfloat16, this one keeps fl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from chairlift.model.attention.base import AttentionBackend, LayerKVs
-from chairlift.model.attention.cpu import LOG2_E, CpuAttention, CpuMetadata, WorkPlan
+from chairlift.model.attention.cpu import LOG2_E, CpuAttention, CpuMetadata, WorkPlan, bits_of, pages_of
 from chairlift.model.config import ModelConfig
 from chairlift.model.kernels import kinds, tiles
 from chairlift.model.kernels.by_kind import Packed
@@ -24,13 +23,13 @@ from chairlift.model.kernels.decoder import (
     STAGES,
     STAGES_PER_LAYER,
     Buffers,
-    Cache,
+    Head,
     Sizes,
     Step,
     Weights,
-    run_head,
     run_step,
 )
+from chairlift.model.kernels.paged_attention import Pages
 from chairlift.model.kernels.products import BLOCK_COLUMNS, BLOCK_ROWS, WORD_BYTES, Words, pack, uses_tiles
 from chairlift.model.kernels.products import unsupported as unsupported_precision
 from chairlift.model.kernels.simd import LANES
@@ -60,7 +59,7 @@ class FusedCausalLM:
 
     def __init__(self, model: CausalLM, attention: CpuAttention, quantization: str | None = None) -> None:
         dtype = model.embedding.dtype
-        if reason := unsupported(model.config, dtype, quantization):
+        if reason := unsupported(model.config, dtype, quantization, model.ranks.size):
             raise ValueError(reason)
         if quantization == "int8":
             smooth(model)
@@ -69,7 +68,6 @@ class FusedCausalLM:
         self.rotary = model.rotary
         self._kind = _kind(dtype, quantization)
         self._attention = attention
-        self._threads = attention.num_threads
         self._sizes = Sizes(
             num_layers=config.num_layers,
             hidden=config.hidden_size,
@@ -80,19 +78,18 @@ class FusedCausalLM:
             qkv=_filled((config.num_heads + 2 * config.num_kv_heads) * config.head_dim),
             block_shift=attention.block_shift,
             tile=attention.tile_rows,
-            threads=self._threads,
+            threads=attention.threads.count,
         )
         # The head comes first: a tied one is the embedding, which stays.
         tied = model.head.weight is model.embedding
-        self._head = Packed(*_pack([model.head], is_quantized(self._kind), keep=tied), 0, 0)
+        self._packed_head = Packed(*_pack([model.head], is_quantized(self._kind), keep=tied), 0, 0)
         self._weights = self._pack(model)
-        self._pool = ThreadPoolExecutor(max(1, self._threads - 1), thread_name_prefix="chairlift-compute")
         self._config = tiles.full_tiles()
-        self._counters = np.zeros((1 + STAGES_PER_LAYER * config.num_layers) * COUNTER, np.int64)
-        self.times = np.zeros((self._threads, len(STAGES)), np.int64)
+        self._counters = np.zeros((2 + STAGES_PER_LAYER * config.num_layers) * COUNTER, np.int64)
+        self.times = np.zeros((attention.threads.count, len(STAGES)), np.int64)
         self._buffers = self._make_buffers(BLOCK_ROWS)
         self._logits = np.empty(0, np.float32)
-        self._head_rows: tuple[npt.NDArray[Any], Floats] = self._buffers.activations, self._buffers.scales
+        self._no_pages: Pages  # of the types of the cache, which the first step knows
         windows = sorted({window or 0 for window in config.sliding_windows})
         self._windows = windows
         self._layer_windows = np.array([window or 0 for window in config.sliding_windows], np.int64)
@@ -101,7 +98,7 @@ class FusedCausalLM:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
-        return int(sum(array.nbytes for array in (*self._weights, *self._head[:3])))
+        return int(sum(array.nbytes for array in (*self._weights, *self._packed_head[:3])))
 
     @torch.inference_mode()
     def __call__(
@@ -111,54 +108,59 @@ class FusedCausalLM:
         kv_caches: LayerKVs,
         attention: AttentionBackend[Any],
         metadata: CpuMetadata,
-    ) -> Tensor:
+        sampled: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """Computes one step of a ragged batch; see :meth:`CausalLM.forward`.
 
         Returns:
-            [T, hidden_size] float32, valid until the next step.
+            [T, hidden_size] float32, the residual stream behind the last layer, and [S, vocab_size] float32, the logits
+            of the ``sampled`` rows; both valid until the next step.
         """
         del attention  # the kernel's own
         rows = len(token_ids)
-        if rows * self.config.hidden_size > len(self._buffers.x):
-            self._buffers = self._make_buffers(rows)
+        self._make_room(rows)
         cos, sin = self.rotary(positions)
         plans = [self._attention.plan(metadata, window) for window in self._windows]
         step = self._step(token_ids, cos, sin, metadata, plans)
-        self._counters[:] = 0
-        scale = np.float32(self._attention.scale * LOG2_E)
-        self._run(
-            run_step, self._kind, self._sizes, np.float32(self.config.rms_norm_eps), scale, self._weights,
-            self._buffers, step, Cache(_flat(kv_caches.keys), _flat(kv_caches.values)), self._counters, self.times,
-            self._config,
-        )  # fmt: skip
-        hidden: Tensor = torch.from_numpy(self._buffers.hidden).view(-1, self.config.hidden_size)[:rows]
-        return hidden
+        cache = pages_of(kv_caches.keys, kv_caches.values, kv_caches.key_scales, kv_caches.value_scales)
+        self._no_pages = Pages(*(array[:0] for array in cache))
+        head = self._head_of(sampled.numpy())
+        self._run(self._sizes, self._buffers, head, step, cache)
+        stream: Tensor = torch.from_numpy(self._buffers.x).view(-1, self.config.hidden_size)[:rows]
+        return stream, self._scores(head)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token: [S, hidden_size] to [S, vocab_size] float32, valid until the next call."""
-        rows, width = hidden.shape
+        rows = len(hidden)
+        self._make_room(rows)
+        head = self._head_of(np.arange(rows))
+        buffers = self._buffers._replace(x=hidden.contiguous().view(-1).numpy())
+        self._run(self._sizes._replace(num_layers=0), buffers, head, self._no_step(), self._no_pages)
+        return self._scores(head)
+
+    def _run(self, sizes: Sizes, buffers: Buffers, head: Head, step: Step, cache: Pages) -> None:
+        self._counters[:] = 0
+        self._attention.threads.run(
+            run_step, self._kind, sizes, np.float32(self.config.rms_norm_eps),
+            np.float32(self._attention.scale * LOG2_E), self._weights, head, buffers, step, cache, self._counters,
+            self.times, self._config,
+        )  # fmt: skip
+
+    def _head_of(self, rows: npt.NDArray[np.int64]) -> Head:
         columns = _filled(self.config.vocab_size)
         # A few numbers more than a power of two apart, or the rows would share the cache's places among them.
         stride = columns + BLOCK_COLUMNS
-        if rows * stride > len(self._logits):
-            filled = -(-rows // BLOCK_ROWS) * BLOCK_ROWS
+        if len(rows) * stride > len(self._logits):
             # Pages that are given back and taken anew at every step would cost as much as the product.
-            self._logits = np.empty(filled * stride, np.float32)
-            self._head_rows = np.zeros(filled * width, self._buffers.activations.dtype), np.empty(filled, np.float32)
-        self._counters[:] = 0
-        self._run(
-            run_head, self._threads, self._kind, hidden.contiguous().view(-1).numpy(), rows, width, self._head,
-            *self._head_rows, self._logits, columns, stride, self._counters, self._config,
-        )  # fmt: skip
-        return torch.from_numpy(self._logits).view(-1, stride)[:rows, : self.config.vocab_size]
+            self._logits = np.empty(_whole_blocks(len(rows)) * stride, np.float32)
+        return Head(self._packed_head, rows, self._logits, columns, stride)
 
-    def _run(self, kernel: Any, *arguments: Any) -> None:
-        """Runs a kernel on all threads, this one among them. It lets others have Python's lock while it runs."""
-        others = [self._pool.submit(kernel, thread, *arguments) for thread in range(1, self._threads)]
-        kernel(0, *arguments)
-        for other in others:
-            other.result()
+    def _scores(self, head: Head) -> Tensor:
+        scores: Tensor = torch.from_numpy(self._logits).view(-1, head.stride)[
+            : len(head.rows), : self.config.vocab_size
+        ]
+        return scores
 
     def _step(
         self, token_ids: Tensor, cos: Tensor, sin: Tensor, metadata: CpuMetadata, plans: Sequence[WorkPlan]
@@ -179,11 +181,21 @@ class FusedCausalLM:
             partial=np.empty((partials, self._sizes.tile, self._sizes.head_dim + 2), np.float32),
         )
 
+    def _no_step(self) -> Step:
+        """A step of no rows, of the same types as any other, since code is compiled for types."""
+        ints, floats = np.empty(0, np.int64), np.empty(0, np.float32)
+        tables, items, merges = (np.empty((0, columns), np.int32) for columns in (0, 8, 5))
+        partial = np.empty((0, 0, 0), np.float32)
+        return Step(ints, floats, floats, ints, tables, items, ints, merges, ints, ints, ints, partial)
+
+    def _make_room(self, rows: int) -> None:
+        if rows * self.config.hidden_size > len(self._buffers.x):
+            self._buffers = self._make_buffers(rows)
+
     def _make_buffers(self, rows: int) -> Buffers:
-        """Room for so many rows; more than the last time, if they grow, so that they do not grow at every step."""
-        rows = -(-rows // BLOCK_ROWS) * BLOCK_ROWS
+        rows = _whole_blocks(rows)
         sizes = self._sizes
-        taken: type[np.generic] = np.uint8 if is_quantized(self._kind) else _bits(self.embedding).dtype.type
+        taken: type[np.generic] = np.uint8 if is_quantized(self._kind) else bits_of(self.embedding).dtype.type
         made = np.float32 if is_quantized(self._kind) else taken
         attended = sizes.num_heads * sizes.head_dim
         widest = max(sizes.hidden, attended, sizes.inner)
@@ -194,7 +206,6 @@ class FusedCausalLM:
             inner=np.zeros(rows * sizes.inner, made),
             activations=np.zeros(rows * widest, taken),
             scales=np.zeros(rows, np.float32),
-            hidden=np.zeros(rows * sizes.hidden, np.float32),
         )
 
     def _pack(self, model: CausalLM) -> Weights:
@@ -217,8 +228,10 @@ class FusedCausalLM:
         )
 
 
-def unsupported(config: ModelConfig, dtype: torch.dtype, quantization: str | None) -> str | None:
+def unsupported(config: ModelConfig, dtype: torch.dtype, quantization: str | None, num_ranks: int = 1) -> str | None:
     """Why a model cannot be run this way, or ``None`` if it can."""
+    if num_ranks > 1:
+        return "fused steps run all layers at once, and ranks have to meet between them"
     if dtype not in (torch.float32, torch.bfloat16):
         return f"fused steps compute in float32 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
     precision = quantization or ("float32" if dtype == torch.float32 else "bfloat16")
@@ -251,6 +264,10 @@ def _filled(columns: int) -> int:
     return -(-columns // BLOCK_COLUMNS) * BLOCK_COLUMNS
 
 
+def _whole_blocks(rows: int) -> int:
+    return -(-rows // BLOCK_ROWS) * BLOCK_ROWS
+
+
 def _interleaved(weight: Tensor) -> Tensor:
     """Gate over up [2 × inner, hidden], with sixteen rows of one beside the same sixteen of the other."""
     halves = weight.view(2, -1, LANES, weight.shape[1])
@@ -277,7 +294,7 @@ def _pack(projections: Sequence[Linear], quantized: bool, *, keep: bool = False)
             # Activations are stored as unsigned numbers, 128 too large.
             offsets[column : column + len(scale)] = 128 * numbers.sum(axis=1, dtype=np.int32)
         else:
-            numbers = _bits(weight)
+            numbers = bits_of(weight)
         packed = pack(numbers)
         words[word : word + len(packed)] = packed
         word, column = word + len(packed), column + filled
@@ -293,13 +310,8 @@ def _quantize(weight: Tensor) -> tuple[npt.NDArray[np.int8], Floats]:
     return (wide / scale[:, None]).round_().to(torch.int8).numpy(), scale.numpy()
 
 
-def _bits(tensor: Tensor) -> npt.NDArray[Any]:
-    bits: npt.NDArray[Any] = (tensor if tensor.dtype == torch.float32 else tensor.view(torch.int16)).numpy()
-    return bits
-
-
 def _flat(tensor: Tensor) -> npt.NDArray[Any]:
-    return _bits(tensor).reshape(-1)
+    return bits_of(tensor).reshape(-1)
 
 
 def _floats(tensors: Sequence[Tensor]) -> Floats:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
 
+from chairlift.model.parallel import Communicator, Slot, Span
+
 
 def weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """An uninitialized tensor for a loader to fill."""
@@ -17,32 +19,58 @@ def weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Paramete
 class Linear(nn.Module):
     """``y = x Wᵀ + b``, for one projection or for several of the same input, fused along the output.
 
+    Where ranks share a model, each computes its own part of the output (column parallel).
+
     Args:
-        in_features: width of the input.
-        out_features: width of each fused output.
+        in_features: of the input, what is given.
+        out_features: of each fused output, what is computed.
         bias: whether there is a bias.
         dtype, device: of the weights.
     """
 
     def __init__(
-        self, in_features: int, *out_features: int, bias: bool = False, dtype: torch.dtype, device: torch.device
+        self, in_features: Span, *out_features: Span, bias: bool = False, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        self.out_features = list(out_features)
-        self.weight = weight(sum(out_features), in_features, dtype=dtype, device=device)
-        self.bias = weight(sum(out_features), dtype=dtype, device=device) if bias else None
+        self.in_features, self.out_features = in_features, out_features
+        width = sum(map(len, out_features))
+        self.weight = weight(width, len(in_features), dtype=dtype, device=device)
+        self.bias = weight(width, dtype=dtype, device=device) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in_features] to [T, sum of out_features]."""
         return F.linear(x, self.weight, self.bias)
 
-    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    def slots(self, names: Sequence[str]) -> Iterator[tuple[str, Slot]]:
         """Yields where a loader puts each fused projection: its name with ``.weight`` or ``.bias``, and a view."""
-        for name, part in zip(names, torch.split(self.weight.data, self.out_features), strict=True):
-            yield f"{name}.weight", part
+        widths = [len(span) for span in self.out_features]
+        for name, part, span in zip(names, torch.split(self.weight.data, widths), self.out_features, strict=True):
+            yield f"{name}.weight", Slot(part, (span, self.in_features))
         if self.bias is not None:
-            for name, part in zip(names, torch.split(self.bias.data, self.out_features), strict=True):
-                yield f"{name}.bias", part
+            for name, part, span in zip(names, torch.split(self.bias.data, widths), self.out_features, strict=True):
+                yield f"{name}.bias", Slot(part, (span,))
+
+
+class RowLinear(Linear):
+    """A projection of which each rank is given a part of the input; the products are added up (row parallel)."""
+
+    def __init__(
+        self,
+        in_features: Span,
+        out_features: Span,
+        *,
+        ranks: Communicator,
+        bias: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, dtype=dtype, device=device)
+        self.ranks = ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, part of in_features] to [T, out_features], the same on every rank."""
+        bias = self.bias if self.ranks.rank == 0 else None  # once is enough
+        return self.ranks.all_reduce(F.linear(x, self.weight, bias))
 
 
 class RMSNorm(nn.Module):

@@ -15,28 +15,38 @@ from chairlift.model.llama import CausalLM
 from chairlift.model.loader.gguf import iterate_gguf
 from chairlift.model.loader.safetensors import iterate_safetensors
 from chairlift.model.loader.weights import load_weights
+from chairlift.model.parallel import Communicator
 from chairlift.model.source import ModelError, ModelSource
 
 MODELS: dict[str, type[CausalLM]] = dict.fromkeys(ARCHITECTURES, CausalLM)
 
 
-def load_model(source: ModelSource, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    """Builds a model and fills it with the weights of ``source``.
+def load_model(
+    source: ModelSource,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: Communicator | None = None,
+) -> CausalLM:
+    """Builds a model, or one rank's part of it, and fills it with the weights of ``source``.
 
-    Weights go to the device tensor by tensor, so that host memory holds little more than one of them.
+    Weights go to the device tensor by tensor, so that host memory holds little more than one of them; a rank reads its
+    own part of each.
 
     Args:
         source: where the files are.
         config: from :func:`chairlift.model.config.read_config`.
         dtype: of weights and activations.
         device: where the weights go.
+        ranks: the others that share the model; ``None`` for a whole model. None of them is called here.
 
     Raises:
         ModelError: the architecture is not supported, or the weights do not fit the configuration.
     """
     if config.architecture not in MODELS:
         raise ModelError(f"the architecture {config.architecture} is not supported; supported: {', '.join(MODELS)}")
-    model = MODELS[config.architecture](config, dtype=dtype, device=device)
+    model = MODELS[config.architecture](config, dtype=dtype, device=device, ranks=ranks)
     if source.format == "gguf":
         load_weights(model, iterate_gguf(open_gguf(source.path), config))
     else:
@@ -55,7 +65,7 @@ def fit_to_cpu(model: CausalLM, attention: AttentionBackend[Any], quantization: 
         from chairlift.model.attention.cpu import CpuAttention
         from chairlift.model.fused import FusedCausalLM, unsupported
 
-        reason = unsupported(model.config, model.embedding.dtype, quantization)
+        reason = unsupported(model.config, model.embedding.dtype, quantization, model.ranks.size)
         if reason is None and isinstance(attention, CpuAttention):
             return FusedCausalLM(model, attention, quantization)
     else:

@@ -28,7 +28,7 @@ SEED = 0
 LARGEST_FACTOR = 64
 ROWS_AT_ONCE = 4096
 """Weights are rotated in float32, and so many rows or columns of them at a time."""
-SEQUENCES, LENGTH, PASSES = 16, 32, 2
+SEQUENCES, LENGTH, PASSES = 8, 32, 2
 """How much a model writes to be measured on, and how often it does so anew."""
 SMALLEST = 1e-3
 """The smallest factor, as a share of the median, and the inverse of the largest: some channels are never used."""
@@ -42,7 +42,7 @@ def smooth(model: CausalLM) -> None:
     Scores stay what they were but for rounding; hidden states are rotated, and a tied head is tied no more.
 
     Args:
-        model: with its weights loaded, on the CPU.
+        model: whole, with its weights loaded, on the CPU.
     """
     _rotate_residual_stream(model)
     _scale_inner_channels(model)
@@ -69,7 +69,7 @@ class Rotation:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[n, size] float32 to the same, rotated."""
-        rotated = rows * self._signs
+        rotated = (rows * self._signs).contiguous()  # else products of columns go row by row
         for factor in self._factors:
             # Turns the last digits of a channel's number, and puts them in front: after all factors, all were turned.
             digits = rotated.reshape(len(rows), -1, len(factor)) @ factor
@@ -126,7 +126,7 @@ def _scale_inner_channels(model: CausalLM) -> None:
     """
     layers = _layers(model)
     for layer, size in zip(layers, _inner_sizes(model, layers), strict=True):
-        up = layer.gate_up.out_features[0]
+        up = len(layer.gate_up.out_features[0])
         columns = layer.down.weight.data
         norms = torch.linalg.vector_norm(columns, dim=0, dtype=torch.float32)
         factors = (size.clamp(min=TINY) / norms.clamp(min=TINY)).sqrt()
@@ -170,9 +170,9 @@ def _inner_sizes(model: CausalLM, layers: Sequence[DecoderLayer]) -> list[Tensor
     generator = torch.Generator().manual_seed(SEED)
     tokens = torch.randint(0, config.vocab_size, (SEQUENCES, LENGTH), generator=generator)
     for _ in range(PASSES):
-        hidden = model(tokens.view(-1), every % LENGTH, kv_caches, attention, metadata)
+        _, logits = model(tokens.view(-1), every % LENGTH, kv_caches, attention, metadata, every)
         # A model that computes nonsense is found out by its first step, not here.
-        chances = model.logits(hidden).nan_to_num().softmax(dim=-1)
+        chances = logits.nan_to_num().softmax(dim=-1)
         drawn = torch.multinomial(chances, 1, generator=generator)
         tokens[:, 1:] = drawn.view(SEQUENCES, LENGTH)[:, :-1]
     sizes: list[Tensor] = []
@@ -182,7 +182,7 @@ def _inner_sizes(model: CausalLM, layers: Sequence[DecoderLayer]) -> list[Tensor
         sizes.append(rows.pow(2).mean(dim=0).sqrt())
 
     hooks = [layer.down.register_forward_pre_hook(measure) for layer in layers]
-    model(tokens.view(-1), every % LENGTH, kv_caches, attention, metadata)
+    model(tokens.view(-1), every % LENGTH, kv_caches, attention, metadata, every[:0])
     for hook in hooks:
         hook.remove()
     return sizes

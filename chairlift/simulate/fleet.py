@@ -23,13 +23,10 @@ from chairlift.measure.metrics import Metrics
 from chairlift.measure.records import RequestRecord, Run, StepDetail
 from chairlift.measure.workload import Workload, WorkloadError, WorkloadRequest
 from chairlift.scheduling.plan import SequenceDelta, StepRecord
+from chairlift.scheduling.routing import Router, make_router
 from chairlift.scheduling.sampling_params import SamplingParams
 from chairlift.simulate.cost import StepCost
 from chairlift.simulate.executor import SimulatedExecutor
-
-ROUTES = ("round-robin", "least-load", "prefix-aware")
-PREFIX_LENGTHS = tuple(1 << n for n in range(6, 14))  # heads of prompts that the prefix-aware router compares
-PREFIX_IMBALANCE = 2.0  # times the mean load at which it gives up the replica that has the prefix
 
 
 class Replica:
@@ -84,42 +81,6 @@ class Replica:
         return output
 
 
-Route = Callable[[Sequence[Replica], WorkloadRequest], int]
-
-
-def make_route(name: str) -> Route:
-    """A router: which replica gets a request.
-
-    "round-robin" takes them in turn. "least-load" takes the one with the fewest tokens still to compute.
-    "prefix-aware" takes the one that last had a prompt with the longest equal head, unless that one is much busier than
-    the mean; else the least loaded.
-    """
-    if name not in ROUTES:
-        raise WorkloadError(f"--routing must be one of {', '.join(ROUTES)}; got {name!r}")
-    if name == "round-robin":
-        turns = itertools.count()
-        return lambda replicas, _: next(turns) % len(replicas)
-    if name == "least-load":
-        return lambda replicas, _: _least_loaded(replicas)
-    owners: dict[int, int] = {}
-
-    def prefix_aware(replicas: Sequence[Replica], request: WorkloadRequest) -> int:
-        prompt = request.prompt_token_ids
-        heads = [hash(prompt[:length]) for length in PREFIX_LENGTHS if length <= len(prompt)]
-        chosen = next((owners[head] for head in reversed(heads) if head in owners), None)
-        mean = sum(replica.load for replica in replicas) / len(replicas)
-        if chosen is None or replicas[chosen].load > PREFIX_IMBALANCE * (mean + request.num_tokens):
-            chosen = _least_loaded(replicas)
-        owners.update(dict.fromkeys(heads, chosen))
-        return chosen
-
-    return prefix_aware
-
-
-def _least_loaded(replicas: Sequence[Replica]) -> int:
-    return min(range(len(replicas)), key=lambda index: replicas[index].load)
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a simulation leaves behind.
@@ -151,7 +112,7 @@ class Fleet:
         capacity: what each holds.
         cost: how long a step takes.
         replicas: how many.
-        routing: one of :data:`ROUTES`.
+        routing: one of :data:`~chairlift.scheduling.routing.ROUTES`.
         detail: keep what each step computed for each sequence, which pictures need and long simulations do not.
         give_up: called with each ended request; returning ``True`` ends the simulation there.
     """
@@ -179,15 +140,22 @@ class Fleet:
         """Simulates the workload to its end."""
         detailed = workload if self._detail else None
         replicas = [Replica(self._config, self._capacity, self._cost, detailed) for _ in range(self._count)]
-        return _Simulation(replicas, make_route(self._routing), workload).run(self._give_up)
+        return _Simulation(replicas, self._router(), workload).run(self._give_up)
+
+    def _router(self) -> Router:
+        capacity = self._capacity
+        try:
+            return make_router(self._routing, block_size=capacity.block_size, num_blocks=capacity.num_blocks)
+        except ValueError as error:
+            raise WorkloadError(str(error)) from None
 
 
 class _Simulation:
     """One run of one workload."""
 
-    def __init__(self, replicas: list[Replica], route: Route, workload: Workload) -> None:
+    def __init__(self, replicas: list[Replica], router: Router, workload: Workload) -> None:
         self._replicas = replicas
-        self._route = route
+        self._router = router
         self._closed = workload.clients is not None
         self._requests = {request.name: request for request in workload.requests}
         self._unsent: Iterator[WorkloadRequest] = iter(workload.requests)
@@ -229,7 +197,8 @@ class _Simulation:
 
     def _send(self, moment: float, _: int, request: WorkloadRequest) -> None:
         heapq.heappop(self._arrivals)
-        chosen = self._route(self._replicas, request)
+        loads = {number: replica.load for number, replica in enumerate(self._replicas)}
+        chosen = self._router.choose(request.prompt_token_ids, request.num_tokens, loads)
         replica = self._replicas[chosen]
         params = SamplingParams(max_tokens=request.output_tokens, temperature=0.0, ignore_eos=True, seed=0)
         self._sent[request.name] = moment

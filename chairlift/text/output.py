@@ -25,12 +25,15 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
 
-from chairlift.engine.client import AsyncEngineClient
+from chairlift.engine.client import AsyncEngineClient, EngineDeadError
 from chairlift.scheduling.plan import RequestTiming, SequenceDelta, TokenLogprob
 from chairlift.scheduling.sampling_params import SEED_BITS, SamplingParams
 from chairlift.text.detokenizer import IncrementalDetokenizer
 from chairlift.text.stop import StopMatcher
 from chairlift.text.tokenizer import Tokenizer
+
+MOST_RESTARTS = 2
+"""How often an answer that is sent as a whole is begun anew on another engine."""
 
 
 class SequenceError(RuntimeError):
@@ -120,6 +123,7 @@ class SequenceOutput:
             echo: begin with the prompt's text, which is then in :attr:`prompt_text`, and end a character in it that
                 the prompt leaves half done.
         """
+        self._made_of = (index, tokenizer, params, prompt_token_ids, echo)
         self._index = index
         self._min_tokens = params.min_tokens
         self._keeps_stop = params.include_stop_str_in_output
@@ -132,6 +136,11 @@ class SequenceOutput:
         self._stop = StopMatcher(params.stop, keep=params.include_stop_str_in_output)
         self.completion_tokens = 0
         self.cached_tokens = 0
+
+    def anew(self) -> SequenceOutput:
+        """One that has been told nothing yet."""
+        index, tokenizer, params, prompt_token_ids, echo = self._made_of
+        return SequenceOutput(index, tokenizer, params, prompt_token_ids=prompt_token_ids, echo=echo)
 
     def update(self, delta: SequenceDelta) -> OutputDelta:
         """Takes what the engine says next.
@@ -249,8 +258,11 @@ class OutputStream:
         return sum(output.cached_tokens for _, _, output in self._sequences[::every])
 
     async def __aenter__(self) -> Self:
-        self._tasks = [asyncio.create_task(self._read(*sequence)) for sequence in self._sequences]
+        self._start()
         return self
+
+    def _start(self) -> None:
+        self._tasks = [asyncio.create_task(self._read(*sequence)) for sequence in self._sequences]
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -274,7 +286,27 @@ class OutputStream:
         return arrived
 
     async def collect(self) -> list[SequenceText]:
-        """Waits for all sequences and returns them in order of their index."""
+        """Waits for all sequences and returns them in order of their index.
+
+        Nothing of them has been shown before, so where the engine is lost and there is another one they begin anew.
+        """
+        for _ in range(MOST_RESTARTS):
+            try:
+                return await self._collect()
+            except EngineDeadError as error:
+                if not error.elsewhere:
+                    raise
+                self._begin_anew()
+        return await self._collect()
+
+    def _begin_anew(self) -> None:
+        """With outputs as they were; the tasks of before have ended."""
+        self._sequences = [(prompt, params, output.anew()) for prompt, params, output in self._sequences]
+        self._unfinished = len(self._sequences)
+        self._arrived = asyncio.Queue()
+        self._start()
+
+    async def _collect(self) -> list[SequenceText]:
         sequences = [SequenceText(index) for index in range(len(self._sequences))]
         texts: list[list[str]] = [[] for _ in sequences]
         async for delta in self:

@@ -66,7 +66,8 @@ def make_prompts() -> list[list[int]]:
 
 def test_weights_equal_those_that_transformers_reads(reference: transformers.PreTrainedModel) -> None:
     source = resolve("smollm2")
-    ours = dict(iterate_gguf(open_gguf(source.path), read_config(source)))
+    stored = dict(iterate_gguf(open_gguf(source.path), read_config(source)))
+    ours = {name: tensor.read(tuple(slice(0, n) for n in tensor.shape)) for name, tensor in stored.items()}
     theirs = {name: tensor for name, tensor in reference.state_dict().items() if name != "lm_head.weight"}
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():

@@ -97,15 +97,16 @@ def _step(
         max_query_len=max(map(len, chunks)),
         max_seq_len=max(s.computed for s in running),
     )
-    hidden = model(
+    _, logits = model(
         torch.tensor([*chain(*chunks)], device=device),
         torch.tensor([*chain(*positions)], device=device),
         kv_caches,
         attention,
         attention.prepare(layout),
+        starts[1:].to(device) - 1,
     )
-    logits = model.logits(hidden[starts[1:] - 1]).cpu().clone()  # fused models keep them until the next step only
-    for sequence, row in zip(running, logits, strict=True):
+    # Fused models keep them until the next step only.
+    for sequence, row in zip(running, logits.cpu().clone(), strict=True):
         if sequence.computed == len(sequence.tokens):
             sequence.logits.append(row)
             sequence.tokens.append(int(row.argmax()))

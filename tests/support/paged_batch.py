@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from chairlift.model.attention.base import AttentionBackend, BatchLayout, LayerKV
+from chairlift.model.attention.reference import quantized
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Heads:
     head_dim: int = 64
     block_size: int = 16
     dtype: torch.dtype = torch.float32
+    int8_cache: bool = False
 
     def backend(self, kind: type[AttentionBackend[Any]]) -> AttentionBackend[Any]:
         return kind(
@@ -53,12 +55,12 @@ class PagedBatch:
                 layout.max_query_len,
                 layout.max_seq_len,
             ),
-            LayerKV(self.kv.key.to(device), self.kv.value.to(device)),
+            LayerKV(*(tensor.to(device) for tensor in self.kv.tensors)),
         )
 
     def run(self, backend: AttentionBackend[Any], window: int | None = None) -> tuple[Tensor, LayerKV]:
         """Output and cache after the step; the batch itself is left as it is."""
-        kv = LayerKV(self.kv.key.clone(), self.kv.value.clone())
+        kv = LayerKV(*(tensor.clone() for tensor in self.kv.tensors))
         metadata = backend.prepare(self.layout)
         return backend.forward(self.query, self.key, self.value, kv, metadata, window), kv
 
@@ -80,17 +82,23 @@ def paged_batch(heads: Heads, chunks: list[tuple[int, int]], seed: int = 0) -> P
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(heads.dtype)
 
-    kv = LayerKV(
-        torch.full((len(blocks), kv_heads, dim, block_size), float("nan"), dtype=heads.dtype),
-        torch.full((len(blocks), kv_heads, block_size, dim), float("nan"), dtype=heads.dtype),
-    )
+    shapes = (len(blocks), kv_heads, dim, block_size), (len(blocks), kv_heads, block_size, dim)
+    if heads.int8_cache:
+        scales = (torch.full((len(blocks), kv_heads, block_size), float("nan")) for _ in range(2))
+        kv = LayerKV(*(torch.full(shape, 127, dtype=torch.int8) for shape in shapes), *scales)
+    else:
+        kv = LayerKV(*(torch.full(shape, float("nan"), dtype=heads.dtype) for shape in shapes))
     slots = []
     for table, (rows, length) in zip(tables.long(), chunks, strict=True):
         position = torch.arange(length)
         block, offset = table[position // block_size], position % block_size
         done = length - rows
-        kv.key[block[:done], :, :, offset[:done]] = random(done, kv_heads, dim)
-        kv.value[block[:done], :, offset[:done]] = random(done, kv_heads, dim)
+        key, value = random(done, kv_heads, dim), random(done, kv_heads, dim)
+        if kv.key_scale is not None and kv.value_scale is not None:
+            key, kv.key_scale[block[:done], :, offset[:done]] = quantized(key)
+            value, kv.value_scale[block[:done], :, offset[:done]] = quantized(value)
+        kv.key[block[:done], :, :, offset[:done]] = key
+        kv.value[block[:done], :, offset[:done]] = value
         slots.append((block * block_size + offset)[done:])
 
     rows = [n for n, _ in chunks]

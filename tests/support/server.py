@@ -64,7 +64,8 @@ class Server:
         """Every sample of /metrics, by name and labels, without the model's name."""
         text = httpx.get(f"{self.url}/metrics").text
         lines = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
-        return {re.sub(r',?model_name="[^"]*"', "", name).replace("{}", ""): float(value) for name, value in lines}
+        names = ((re.sub(r',?model_name="[^"]*"', "", name).replace("{,", "{"), value) for name, value in lines)
+        return {name.replace("{}", ""): float(value) for name, value in names}
 
     def wait_until_idle(self, seconds: float = 30.0) -> dict:
         """The health once nothing runs or waits and no block is owned."""

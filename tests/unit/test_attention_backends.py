@@ -34,7 +34,7 @@ def _threads() -> Iterator[None]:
 
 def bits(tensor: Tensor) -> Tensor:
     """Bits compare equal where numbers would not: NaN, and zeros of either sign."""
-    return tensor.view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32)
+    return tensor.view({torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.int8: torch.int8}[tensor.dtype])
 
 
 def assert_conforms(
@@ -46,8 +46,8 @@ def assert_conforms(
     assert output.dtype == heads.dtype
     assert torch.isfinite(expected).all()
     torch.testing.assert_close(output, expected, atol=TOLERANCE[heads.dtype], rtol=TOLERANCE[heads.dtype])
-    assert torch.equal(bits(kv.key), bits(expected_kv.key))
-    assert torch.equal(bits(kv.value), bits(expected_kv.value))
+    for tensor, other in zip(kv.tensors, expected_kv.tensors, strict=True):
+        assert torch.equal(bits(tensor), bits(other))
 
 
 def contiguous(batch: PagedBatch, kv: LayerKV, sequence: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,6 +96,26 @@ def test_heads(ratio: int, head_dim: int, dtype: torch.dtype) -> None:
 def test_blocks_and_windows(block_size: int, window: int | None) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert_conforms(CpuAttention, Heads(head_dim=16, block_size=block_size, dtype=dtype), MIXED, window)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("block_size", [1, 4, 16, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_caches(dtype: torch.dtype, block_size: int, window: int | None) -> None:
+    heads = Heads(block_size=block_size, dtype=dtype, int8_cache=True)
+    assert_conforms(CpuAttention, heads, MIXED, window)
+    torch.set_num_threads(2)
+    assert_conforms(CpuAttention, heads, [(1, 1100)], window)
+
+
+@pytest.mark.parametrize("kind", [ReferenceAttention, CpuAttention])
+def test_an_int8_cache_is_near_the_exact_one(kind: type[AttentionBackend[Any]]) -> None:
+    exact, near = (paged_batch(Heads(int8_cache=int8), [(40, 90), (1, 200)]) for int8 in (False, True))
+    expected, _ = exact.run(Heads().backend(kind))
+    output, kv = near.run(Heads().backend(kind))
+    assert kv.key.dtype == torch.int8
+    difference = (output - expected).norm() / expected.norm()
+    assert 0 < difference < 0.01
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -148,8 +168,9 @@ def test_a_prompt_in_chunks_is_the_prompt_at_once() -> None:
 
 @pytest.mark.parametrize("kind", [ReferenceAttention, CpuAttention])
 @pytest.mark.parametrize("poisoned", ["query", "key", "value"])
-def test_nan_reaches_only_its_own_sequence(kind: type[AttentionBackend[Any]], poisoned: str) -> None:
-    batch = paged_batch(Heads(), [(4, 40), (1, 90)])
+@pytest.mark.parametrize("int8", [False, True])
+def test_nan_reaches_only_its_own_sequence(kind: type[AttentionBackend[Any]], poisoned: str, int8: bool) -> None:
+    batch = paged_batch(Heads(int8_cache=int8), [(4, 40), (1, 90)])
     getattr(batch, poisoned)[4] = float("nan")
     output, _ = batch.run(Heads().backend(kind))
     assert torch.isfinite(output[:4]).all()

@@ -12,6 +12,7 @@ NAN, INF = float("nan"), float("inf")
 COUNTS = (
     "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "num_threads",
     "max_num_partial_prefills", "long_prefill_token_threshold", "static_batch_size",
+    "tensor_parallel_size",
 )  # fmt: skip
 
 
@@ -48,6 +49,13 @@ def test_a_step_too_small_for_its_sequences() -> None:
         EngineConfig(max_num_batched_tokens=4, max_num_seqs=8)
     with pytest.raises(ConfigError, match="--swap-space"):
         EngineConfig(preemption_mode="swap")
+
+
+def test_int8_is_for_one_rank() -> None:
+    EngineConfig(quantization="int8", tensor_parallel_size=1)
+    EngineConfig(tensor_parallel_size=64)
+    with pytest.raises(ConfigError, match="--quantization int8 runs on one rank alone; leave it out, or use"):
+        EngineConfig(quantization="int8", tensor_parallel_size=2)
 
 
 def test_the_edges_are_accepted() -> None:

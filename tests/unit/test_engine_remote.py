@@ -8,8 +8,9 @@ import time
 
 from chairlift.config import EngineConfig
 from chairlift.engine.core import StepOutput
+from chairlift.engine.delta_stream import DeltaStream
 from chairlift.engine.executor import Capacity
-from chairlift.engine.remote import RemoteEngine, _Stream
+from chairlift.engine.remote import RemoteEngine
 from chairlift.scheduling.plan import RequestTiming, SequenceDelta
 from chairlift.scheduling.sampling_params import SamplingParams
 
@@ -23,7 +24,7 @@ def test_a_slow_reader_gets_all_that_it_missed_in_one():
     timing = RequestTiming(0.0, admitted=1.0, cached_tokens=16)
 
     async def read() -> SequenceDelta:
-        stream = _Stream()
+        stream = DeltaStream()
         stream.push(SequenceDelta("a", (1,), timing=timing))
         stream.push(SequenceDelta("a", (2,)))
         stream.push(SequenceDelta("a", (3,)))
@@ -56,7 +57,7 @@ def test_clients_that_leave_do_not_make_an_engine_that_hangs_seem_idle():
 def test_an_engine_that_waits_for_its_batch_to_fill_does_not_hang():
     engine = RemoteEngine(EngineConfig(step_timeout=10.0))
     engine._capacity = Capacity(num_blocks=4, block_size=16, max_model_len=64, vocab_size=10)
-    engine._streams["0"] = _Stream()
+    engine._streams["0"] = DeltaStream()
     for waits_until, wedged in ((time.monotonic() + 50, False), (None, True)):
         engine._receive(StepOutput(wait_until=waits_until))
         engine._busy_since -= 11

@@ -15,8 +15,12 @@ from transformers import LlamaForCausalLM
 
 from chairlift.config import ConfigError, EngineConfig
 from chairlift.engine.executor import Executor
-from chairlift.execution import local
-from chairlift.execution.local import LocalExecutor, resolve_device, resolve_dtype
+from chairlift.execution import local, start
+from chairlift.execution.kv_store import KVStore
+from chairlift.execution.local import LocalExecutor
+from chairlift.execution.setup import resolve_device, resolve_dtype
+from chairlift.model.config import read_config
+from chairlift.model.source import resolve
 from chairlift.scheduling.plan import RowCounts, SequenceChunk, StepPlan
 from chairlift.scheduling.sampling_params import SamplingParams
 
@@ -69,6 +73,31 @@ def test_same_tokens_however_batched(model: Path, expected: list[list[int]], blo
     alone = [generate(tested, [prompt], NUM_TOKENS)[0] for prompt in PROMPTS]
     assert alone == expected
     tested.close()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_an_int8_cache(model: Path, backend: str) -> None:
+    tested = executor(model, kv_cache_dtype="int8", attention_backend=backend)
+    assert tested.capacity().kv_bytes_per_token == 2 * 2 * 2 * (16 + 4)  # a byte a number, and a scale a head
+    whole = generate(tested, PROMPTS, NUM_TOKENS)
+    assert [len(tokens) for tokens in whole] == [NUM_TOKENS] * len(PROMPTS)
+    assert generate(tested, PROMPTS, NUM_TOKENS, chunk=1) == whole, "what is read is what was written, in any chunks"
+
+
+@pytest.mark.parametrize(("dtype", "parts"), [(torch.float32, 2), (torch.bfloat16, 2), (torch.int8, 4)])
+def test_blocks_are_copied_with_all_that_belongs_to_them(model: Path, dtype: torch.dtype, parts: int) -> None:
+    config = read_config(resolve(str(model), None))
+    here, there = (KVStore(config, num_blocks=n, block_size=4, dtype=dtype, device=CPU) for n in (3, 2))
+    for layer in there.layers:
+        assert len(layer.tensors) == parts
+        for tensor in layer.tensors:
+            tensor.copy_(torch.randint(-99, 99, tensor.shape))
+    here.copy_from(there, [(0, 2), (1, 0)])
+    for layer, source in zip(here.layers, there.layers, strict=True):
+        for tensor, original in zip(layer.tensors, source.tensors, strict=True):
+            assert torch.equal(tensor[2], original[0])
+            assert torch.equal(tensor[0], original[1])
+            assert not tensor[1].any()
 
 
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0.8), SamplingParams(top_p=0.9, top_k=40)])
@@ -224,12 +253,12 @@ def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_takes_long_at_the_start_is_told(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level("INFO", logger=local.__name__)
-    with local._progress("what is soon done"):
+    caplog.set_level("INFO", logger=start.__name__)
+    with start._progress("what is soon done"):
         pass
     assert not caplog.messages
-    monkeypatch.setattr(local, "PROGRESS_SECONDS", 0.001)
-    with local._progress("compiling"):
+    monkeypatch.setattr(start, "PROGRESS_SECONDS", 0.001)
+    with start._progress("compiling"):
         while not caplog.messages:
             time.sleep(0.001)
     assert caplog.messages[0] == "compiling: 0 s so far"

@@ -169,6 +169,32 @@ def test_code_from_the_cache_of_one_precision_is_not_taken_for_that_of_another(t
     assert lines("float32", "bfloat16") == apart[::-1]
 
 
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_scores_of_any_rows_as_those_of_a_step(quantization: str | None, tmp_path: Path) -> None:
+    """Logprobs of a prompt are looked up behind its step, from the residual stream that it left."""
+    model = loaded(saved(tmp_path))
+    if reason := unsupported(model.config, torch.float32, quantization):
+        pytest.skip(reason)
+    attention = backend(model)
+    fused = FusedCausalLM(model, attention, quantization)
+    seen: list[torch.Tensor] = []
+
+    class Watched:
+        config, embedding = fused.config, fused.embedding
+
+        def __call__(self, *arguments: Any) -> Any:
+            hidden, logits = fused(*arguments)
+            rows = arguments[-1]
+            logits = logits.clone()
+            seen.append(logits)
+            torch.testing.assert_close(fused.logits(hidden[rows]), logits, rtol=0, atol=0)
+            torch.testing.assert_close(fused.logits(hidden)[rows], logits, rtol=0, atol=0)
+            return hidden, logits
+
+    generate(Watched(), PROMPTS, 2, chunk=44, block_size=16, attention=attention)  # type: ignore[arg-type]
+    assert len(seen) > 1
+
+
 def test_rows_beside_a_row_do_not_change_it(tmp_path: Path) -> None:
     """Stale rows of the buffers, and what fills blocks up, are nobody's business."""
     model = loaded(saved(tmp_path))

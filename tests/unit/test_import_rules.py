@@ -61,12 +61,13 @@ def loaded_by(code: str) -> set[str]:
         "from chairlift.cli import cli; cli(['serve', '--help'], standalone_mode=False)",
         "import chairlift.engine.core, chairlift.scheduling.continuous, chairlift.scheduling.static",
         "import chairlift.api.app, chairlift.api.server, chairlift.engine.remote, chairlift.text.tokenizer",
+        "import chairlift.cluster.router, chairlift.cluster.launch, chairlift.cluster.host",
     ],
 )
 def test_nothing_but_computing_loads_torch(code: str):
     loaded = loaded_by(code)
     assert "chairlift" in loaded
-    assert not loaded & {"torch", "numba", "transformers"}
+    assert not loaded & {"torch", "numba", "transformers", "ray"}
 
 
 def test_help_loads_no_web_framework_either():

@@ -15,6 +15,8 @@ from support.model_driver import generate
 
 from chairlift.model.config import read_config
 from chairlift.model.gguf_file import open_gguf
+from chairlift.model.loader import gguf as gguf_loader
+from chairlift.model.loader.gguf import iterate_gguf
 from chairlift.model.registry import load_model
 from chairlift.model.source import ModelError, resolve
 
@@ -266,3 +268,36 @@ def test_unsupported_architecture_is_named(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(ModelError, match="'gemma3' is not supported; supported: llama, qwen2, qwen3"):
         read_config(resolve(str(path)))
+
+
+@pytest.mark.parametrize("quantization", WRITABLE, ids=lambda q: q.name)
+def test_a_part_is_read_as_it_stands_in_the_whole(quantization: Type, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_model(path, "llama", quantization, attention_bias=True)
+    source = resolve(str(path))
+    file = open_gguf(source.path)
+    for name, tensor in iterate_gguf(file, read_config(source)):
+        whole = tensor.read(tuple(slice(0, n) for n in tensor.shape))
+        assert whole.shape == tensor.shape
+        rows = slice(16, 32)  # the second head, where there are heads
+        # Within one block of a quantization, over the bounds of two, and to the end.
+        for columns in (slice(3, 9), slice(30, 50), slice(40, 64)):
+            part = (rows,) if len(tensor.shape) == 1 else (rows, columns)
+            torch.testing.assert_close(tensor.read(part), whole[part], rtol=0, atol=0, msg=name)
+
+
+def test_of_a_part_only_its_rows_and_blocks_are_dequantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.gguf"
+    write_model(path, "llama", Type.Q8_0)
+    source = resolve(str(path))
+    tensors = dict(iterate_gguf(open_gguf(source.path), read_config(source)))
+    seen: list[tuple[int, ...]] = []
+
+    def dequantize(data: np.ndarray, kind: Type) -> np.ndarray:
+        seen.append(data.shape)
+        return gguf.quants.dequantize(data, kind)
+
+    monkeypatch.setattr(gguf_loader, "dequantize", dequantize)
+    tensors["model.layers.0.mlp.down_proj.weight"].read((slice(0, 64), slice(32, 64)))
+    tensors["model.embed_tokens.weight"].read((slice(10, 20), slice(0, 64)))
+    assert seen == [(64, 34), (10, 68)]  # blocks of 32 numbers in 34 bytes

@@ -50,7 +50,7 @@ def load(path: Path, config: ModelConfig, dtype: torch.dtype = torch.float32) ->
 
 def assert_holds(model: CausalLM, tensors: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> None:
     for name, slot in model.slots().items():
-        torch.testing.assert_close(slot, tensors[name].to(dtype), rtol=0, atol=0)
+        torch.testing.assert_close(slot.tensor, tensors[name].to(dtype), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

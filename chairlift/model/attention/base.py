@@ -22,15 +22,26 @@ class LayerKV:
 
         key    [num_blocks, num_kv_heads, head_dim, block_size]
         value  [num_blocks, num_kv_heads, block_size, head_dim]
+
+    An int8 cache has beside them what a step of each token's and head's numbers is worth, float32::
+
+        key_scale, value_scale  [num_blocks, num_kv_heads, block_size]
     """
 
     key: Tensor
     value: Tensor
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
 
     @property
     def block_size(self) -> int:
         """Tokens in a block."""
         return self.value.shape[2]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that there is for each block, which comes first in their shapes."""
+        return [t for t in (self.key, self.value, self.key_scale, self.value_scale) if t is not None]
 
 
 class LayerKVs(Sequence[LayerKV]):
@@ -39,12 +50,16 @@ class LayerKVs(Sequence[LayerKV]):
     Args:
         keys: [num_layers, num_blocks, num_kv_heads, head_dim, block_size].
         values: [num_layers, num_blocks, num_kv_heads, block_size, head_dim].
+        key_scales, value_scales: [num_layers, num_blocks, num_kv_heads, block_size], if the cache is int8.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.keys = keys
-        self.values = values
-        self._layers = [LayerKV(key, value) for key, value in zip(keys, values, strict=True)]
+    def __init__(
+        self, keys: Tensor, values: Tensor, key_scales: Tensor | None = None, value_scales: Tensor | None = None
+    ) -> None:
+        self.keys, self.values = keys, values
+        self.key_scales, self.value_scales = key_scales, value_scales
+        per_layer = [[None] * len(keys) if scales is None else list(scales) for scales in (key_scales, value_scales)]
+        self._layers = [LayerKV(*layer) for layer in zip(keys, values, *per_layer, strict=True)]
 
     def __len__(self) -> int:
         return len(self._layers)

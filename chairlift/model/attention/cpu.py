@@ -5,20 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from chairlift.model.attention.base import AttentionBackend, BatchLayout, LayerKV
-
-# Set before the first parallel compile. On OpenMP, Numba's threads share the cores with torch's; on its own pool, or
-# where there is no OpenMP library, they would take them from each other.
-numba.config.THREADING_LAYER_PRIORITY = ["omp", "workqueue", "tbb"]  # type: ignore[attr-defined]
-
-from chairlift.model.kernels.paged_attention import ROWS, SEGMENT, WHOLE, Shape, paged_attention  # noqa: E402
-from chairlift.model.kernels.simd import LANES  # noqa: E402
+from chairlift.model.kernels.paged_attention import ROWS, SEGMENT, WHOLE, Pages, Shape, paged_attention
+from chairlift.model.kernels.pool import ComputeThreads
+from chairlift.model.kernels.simd import LANES
+from chairlift.model.kernels.threads import COUNTER
 
 Ints = npt.NDArray[np.int32]
 
@@ -61,7 +57,11 @@ class CpuMetadata:
 
 
 class CpuAttention(AttentionBackend[CpuMetadata]):
-    """Paged attention in float32 arithmetic over a float32 or bfloat16 cache."""
+    """Paged attention in float32 arithmetic over a float32, bfloat16 or int8 cache.
+
+    Attributes:
+        threads: those that run its kernel: as many as torch has when it is made.
+    """
 
     name = "cpu"
 
@@ -78,13 +78,11 @@ class CpuAttention(AttentionBackend[CpuMetadata]):
         self.block_shift = block_size.bit_length() - 1
         self._group = num_heads // num_kv_heads
         self._tile_tokens = max(1, TILE_ROWS // self._group)
-        self.num_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
+        self.threads = ComputeThreads(torch.get_num_threads())
         self.tile_rows = -(-self._tile_tokens * self._group // ROWS) * ROWS
 
     def prepare(self, layout: BatchLayout) -> CpuMetadata:
         """See :meth:`AttentionBackend.prepare`."""
-        # Numba keeps this for each calling thread, and an engine may have been built on another.
-        numba.set_num_threads(self.num_threads)
         return CpuMetadata(
             layout.query_start.numpy(),
             layout.seq_lens.numpy(),
@@ -108,10 +106,11 @@ class CpuAttention(AttentionBackend[CpuMetadata]):
         output = torch.empty(query.shape, dtype=query.dtype)
         partial = np.empty((plan.num_partials, self.tile_rows, self.head_dim + 2), np.float32)
         strides = (query.stride(0), key.stride(0), value.stride(0))
-        paged_attention(
-            _rows(query), _rows(key), _rows(value), strides, _flat(kv.key), _flat(kv.value),
-            metadata.slots, metadata.block_tables, plan.items, plan.bounds, plan.merges,
-            np.float32(self.scale * LOG2_E), shape, partial, _flat(output),
+        pages = pages_of(kv.key, kv.value, kv.key_scale, kv.value_scale)
+        self.threads.run(
+            paged_attention, _rows(query), _rows(key), _rows(value), strides, pages, metadata.slots,
+            metadata.block_tables, plan.items, plan.bounds, plan.merges, np.float32(self.scale * LOG2_E), shape,
+            partial, _flat(output), np.zeros(COUNTER, np.int64),
         )  # fmt: skip
         return output
 
@@ -134,8 +133,8 @@ class CpuAttention(AttentionBackend[CpuMetadata]):
         span = position + num_rows - first
 
         cost = span * -(-num_rows * self._group // ROWS)
-        share = max(1, int(cost.sum()) * self.num_kv_heads // (self.num_threads * ITEMS_PER_THREAD))
-        pieces = np.clip(-(-cost // share), 1, np.maximum(1, span // MIN_SPLIT)) if self.num_threads > 1 else 1
+        share = max(1, int(cost.sum()) * self.num_kv_heads // (self.threads.count * ITEMS_PER_THREAD))
+        pieces = np.clip(-(-cost // share), 1, np.maximum(1, span // MIN_SPLIT)) if self.threads.count > 1 else 1
         length = -(-span // (pieces * SEGMENT)) * SEGMENT
         pieces = -(-span // length)
 
@@ -174,7 +173,7 @@ class CpuAttention(AttentionBackend[CpuMetadata]):
         """Bounds of each thread's run of items, so that the runs cost about the same."""
         done = np.cumsum(cost) - cost / 2
         bounds: npt.NDArray[np.int64] = np.searchsorted(
-            done, done[-1] * np.arange(self.num_threads + 1) / self.num_threads
+            done, done[-1] * np.arange(self.threads.count + 1) / self.threads.count
         )
         bounds[-1] = len(cost)
         return bounds
@@ -186,10 +185,21 @@ def _expand(counts: Any) -> tuple[Any, Any]:
     return group, np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def _flat(tensor: Tensor) -> Any:
-    """The numbers of a contiguous tensor in one row; bfloat16 as its bits."""
-    flat = tensor.view(-1)
-    return (flat if flat.dtype == torch.float32 else flat.view(torch.int16)).numpy()
+def bits_of(tensor: Tensor) -> npt.NDArray[Any]:
+    """A tensor's memory as kernels take it: bfloat16 as its bits, in int16."""
+    bits: npt.NDArray[Any] = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return bits
+
+
+def pages_of(keys: Tensor, values: Tensor, key_scales: Tensor | None, value_scales: Tensor | None) -> Pages:
+    """A cache as kernels take it."""
+    scales = [np.empty(0, np.float32) if s is None else s.view(-1).numpy() for s in (key_scales, value_scales)]
+    return Pages(_flat(keys), _flat(values), *scales)
+
+
+def _flat(tensor: Tensor) -> npt.NDArray[Any]:
+    """The numbers of a contiguous tensor in one row."""
+    return bits_of(tensor.view(-1))
 
 
 def _rows(tensor: Tensor) -> Any:

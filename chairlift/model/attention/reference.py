@@ -60,19 +60,26 @@ class ReferenceAttention(AttentionBackend[ReferenceMetadata]):
         sliding_window: int | None = None,
     ) -> Tensor:
         """See :meth:`AttentionBackend.forward`."""
-        kv.key[metadata.write_block, :, :, metadata.write_offset] = key
-        kv.value[metadata.write_block, :, metadata.write_offset] = value
+        self._write(key, value, kv, metadata)
         output = torch.empty_like(query)
         for rows in metadata.sequences:
             # Cut at the sequence's end before any arithmetic: what lies behind it in its last block is not defined.
-            keys = kv.key[rows.blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, : rows.seq_len].float()
-            values = kv.value[rows.blocks].transpose(0, 1).flatten(1, 2)[:, : rows.seq_len].float()
+            keys = _read(kv.key.transpose(2, 3), kv.key_scale, rows)
+            values = _read(kv.value, kv.value_scale, rows)
             tile = max(1, MAX_SCORES // (self.num_heads * rows.seq_len))
             for first in range(rows.first, rows.last, tile):
                 last = min(first + tile, rows.last)
                 position = rows.seq_len - (rows.last - first)
                 output[first:last] = self._attend(query[first:last], keys, values, position, sliding_window)
         return output
+
+    def _write(self, key: Tensor, value: Tensor, kv: LayerKV, metadata: ReferenceMetadata) -> None:
+        block, offset = metadata.write_block, metadata.write_offset
+        if kv.key_scale is not None and kv.value_scale is not None:
+            key, kv.key_scale[block, :, offset] = quantized(key)
+            value, kv.value_scale[block, :, offset] = quantized(value)
+        kv.key[block, :, :, offset] = key
+        kv.value[block, :, offset] = value
 
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor, position: int, window: int | None) -> Tensor:
         """Attends from rows at ``position`` and on: query [t, heads, dim]; keys, values [kv_heads, s, dim] float32."""
@@ -86,3 +93,16 @@ class ReferenceAttention(AttentionBackend[ReferenceMetadata]):
             hidden |= at <= seen_by - window
         weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
         return torch.einsum("kgts,ksd->tkgd", weights, values).flatten(1, 2).to(query.dtype)
+
+
+def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 numbers of [..., dim], and for each row the float32 scale that makes its largest one 127."""
+    wide = rows.float()
+    scale = wide.abs().amax(dim=-1).clamp(min=1e-30) / 127
+    return (wide * (1 / scale)[..., None]).round().to(torch.int8), scale
+
+
+def _read(numbers: Tensor, scale: Tensor | None, rows: SequenceRows) -> Tensor:
+    """One sequence's tokens of [blocks, kv_heads, block_size, dim]: [kv_heads, seq_len, dim] float32."""
+    read = numbers[rows.blocks].transpose(0, 1).flatten(1, 2)[:, : rows.seq_len].float()
+    return read if scale is None else read * scale[rows.blocks].transpose(0, 1).flatten(1, 2)[:, : rows.seq_len, None]

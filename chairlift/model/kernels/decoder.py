@@ -7,6 +7,10 @@ where the next stage needs what others made::
     norm | qkv | rotate, write keys and values | attention | output + residual |
     norm | gate and up, SwiGLU | down + residual
 
+and behind the last layer, of the rows that are sampled::
+
+    norm | head
+
 The residual stream is float32 whatever the weights are.
 """
 
@@ -20,7 +24,15 @@ from numba import njit
 from chairlift.model.kernels import tiles
 from chairlift.model.kernels.by_kind import Packed, begin, end, quantize_rows, unit_product, words_of
 from chairlift.model.kernels.compiling import SOURCE_DIGEST, compiled
-from chairlift.model.kernels.paged_attention import Shape, fetch_first, make_scratch, merge_partials, run_item
+from chairlift.model.kernels.paged_attention import (
+    Pages,
+    Shape,
+    fetch_first,
+    make_scratch,
+    merge_partials,
+    run_item,
+    write_token,
+)
 from chairlift.model.kernels.products import BLOCK_COLUMNS, BLOCK_ROWS
 from chairlift.model.kernels.rows import embed, gated, normalize, rotate, write_row
 from chairlift.model.kernels.simd import LANES, fma, load, prefetch, splat, store
@@ -29,9 +41,9 @@ from chairlift.model.kernels.threads import claim, meet, ticks
 QKV, ATTENTION, MERGES, OUTPUT, GATE_UP, DOWN = range(6)
 STAGES_PER_LAYER = 6
 """Stages whose pieces are claimed."""
-STAGES = ("norm", "qkv", "rotate", "attention", "output", "gate_up", "down", "quantize")
+STAGES = ("norm", "qkv", "rotate", "attention", "output", "gate_up", "down", "quantize", "head")
 """What a step's time goes to; waiting for the slower threads of a stage belongs to it."""
-NORM, T_QKV, ROTATE, T_ATTENTION, T_OUTPUT, T_GATE_UP, T_DOWN, QUANTIZE = range(len(STAGES))
+NORM, T_QKV, ROTATE, T_ATTENTION, T_OUTPUT, T_GATE_UP, T_DOWN, QUANTIZE, T_HEAD = range(len(STAGES))
 
 
 class Sizes(NamedTuple):
@@ -73,7 +85,7 @@ class Weights(NamedTuple):
 class Buffers(NamedTuple):
     """What is on its way, [rows, width] each, rows filled up to whole blocks.
 
-    ``x`` (the residual stream), ``qkv`` and ``hidden`` (the result) are float32. ``activations`` is what a product
+    ``x`` (the residual stream) and ``qkv`` are float32. ``activations`` is what a product
     takes, with ``scales`` for each row for int8. ``attended`` and ``inner`` are what a product takes too; for int8 they
     are float32 and become ``activations`` first.
     """
@@ -84,7 +96,19 @@ class Buffers(NamedTuple):
     inner: Any
     activations: Any
     scales: Any
-    hidden: Any
+
+
+class Head(NamedTuple):
+    """What scores the next token, and for whom: rows ``rows`` of the residual stream, into as many rows of ``logits``.
+
+    Of those the first ``columns`` numbers are written; they lie ``stride`` numbers apart.
+    """
+
+    packed: Any
+    rows: Any
+    logits: Any
+    columns: int
+    stride: int
 
 
 class Step(NamedTuple):
@@ -106,13 +130,6 @@ class Step(NamedTuple):
     plans: Any
     windows: Any
     partial: Any
-
-
-class Cache(NamedTuple):
-    """Keys and values of every layer, end to end."""
-
-    keys: Any
-    values: Any
 
 
 @compiled
@@ -160,10 +177,10 @@ def _rotate(row, layer, sizes, eps, qkv, bias, q_norm, k_norm, cos, sin):
 
 
 @compiled
-def _expect(base, slot, sizes, keys, values):
+def _expect(slot, sizes, keys, values):
     """Asks for the memory of a slot that is written soon: the keys of one token lie as far apart as a block is long."""
     dim, block_size = sizes.head_dim, 1 << sizes.block_shift
-    first = base + (slot >> sizes.block_shift) * sizes.num_kv_heads * dim * block_size
+    first = (slot >> sizes.block_shift) * sizes.num_kv_heads * dim * block_size
     slot &= block_size - 1
     for head in range(sizes.num_kv_heads):
         target = first + head * dim * block_size
@@ -174,44 +191,40 @@ def _expect(base, slot, sizes, keys, values):
 
 
 @compiled
-def _write(row, base, slot, sizes, qkv, keys, values, rounded):
-    """Keys and values of one row into their slot of the layer's cache, which begins at ``base``."""
-    dim, num_kv, block_size = sizes.head_dim, sizes.num_kv_heads, 1 << sizes.block_shift
-    block = slot >> sizes.block_shift
-    slot &= block_size - 1
-    first = row * sizes.qkv + sizes.num_heads * dim
-    zero, one = splat(np.float32(0)), splat(np.float32(1))
-    for head in range(num_kv):
-        target = base + (block * num_kv + head) * dim * block_size
-        for d in range(0, dim, LANES):
-            store(rounded, d, fma(load(qkv, first + head * dim + d), one, zero))
-            place = target + slot * dim + d
-            store(values, place, fma(load(qkv, first + (num_kv + head) * dim + d), one, zero))
-        for d in range(dim):
-            keys[target + d * block_size + slot] = rounded[d]
+def _pages_of(layer, sizes, cache):
+    """The part of the cache that is one layer's."""
+    size, scales = len(cache.keys) // sizes.num_layers, len(cache.key_scales) // sizes.num_layers
+    return Pages(
+        cache.keys[layer * size : (layer + 1) * size], cache.values[layer * size : (layer + 1) * size],
+        cache.key_scales[layer * scales : (layer + 1) * scales],
+        cache.value_scales[layer * scales : (layer + 1) * scales],
+    )  # fmt: skip
 
 
 @compiled
-def _place_rows(first, last, layer, sizes, eps, qkv, bias, q_norm, k_norm, cos, sin, slots, keys, values, rounded):
+def _shape_of(sizes, window):
+    return Shape(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.block_shift, window, sizes.tile)
+
+
+@compiled
+def _place_rows(first, last, layer, sizes, eps, qkv, bias, q_norm, k_norm, cos, sin, slots, cache, rounded):
     """Rotates a thread's rows, and puts their keys and values in their places."""
-    base = layer * (len(keys) // sizes.num_layers)
+    pages, shape = _pages_of(layer, sizes, cache), _shape_of(sizes, 0)
     if first < last:
-        _expect(base, slots[first], sizes, keys, values)
+        _expect(slots[first], sizes, pages.keys, pages.values)
     for row in range(first, last):
         if row + 1 < last:
-            _expect(base, slots[row + 1], sizes, keys, values)
+            _expect(slots[row + 1], sizes, pages.keys, pages.values)
         _rotate(row, layer, sizes, eps, qkv, bias, q_norm, k_norm, cos, sin)
-        _write(row, base, slots[row], sizes, qkv, keys, values, rounded)
+        key = row * sizes.qkv + sizes.num_heads * sizes.head_dim
+        value = key + sizes.num_kv_heads * sizes.head_dim
+        write_token(qkv, key, qkv, value, slots[row], pages, shape, rounded)
 
 
 @compiled
 def _attend(layer, sizes, scale, qkv, step, cache, attended, scratch, counters, stage, meetings):
     """The attention of one layer."""
-    shape = Shape(
-        sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.block_shift, step.windows[layer], sizes.tile
-    )
-    size = len(cache.keys) // sizes.num_layers
-    keys, values = cache.keys[layer * size : (layer + 1) * size], cache.values[layer * size : (layer + 1) * size]
+    pages, shape = _pages_of(layer, sizes, cache), _shape_of(sizes, step.windows[layer])
     plan = step.plans[layer]
     first, last = step.item_bounds[plan], step.item_bounds[plan + 1]
     i = first + claim(counters, stage)
@@ -219,10 +232,8 @@ def _attend(layer, sizes, scale, qkv, step, cache, attended, scratch, counters, 
         # The next item is claimed before this one is run, so that its first tokens are on their way meanwhile.
         following = first + claim(counters, stage)
         if following < last:
-            fetch_first(step.items[following], keys, values, step.tables, shape)
-        run_item(
-            step.items[i], qkv, sizes.qkv, scale, keys, values, step.tables, shape, step.partial, attended, scratch
-        )
+            fetch_first(step.items[following], pages, step.tables, shape)
+        run_item(step.items[i], qkv, sizes.qkv, scale, pages, step.tables, shape, step.partial, attended, scratch)
         i = following
     if step.merge_bounds[plan + 1] > step.merge_bounds[plan]:
         meetings = meet(counters, sizes.threads, meetings)
@@ -259,6 +270,20 @@ def _norm_rows(kind, first, last, width, weight, wi, eps, x, activations, scales
 
 
 @compiled
+def _score(thread, kind, sizes, eps, weight, head, x, activations, scales, row, numbers, counters, stage, meetings):
+    """Final norm and head of the rows that are asked for."""
+    num_rows, hidden = len(head.rows), sizes.hidden
+    for r in range(num_rows * thread // sizes.threads, num_rows * (thread + 1) // sizes.threads):
+        normalize(x, head.rows[r] * hidden, weight, 0, hidden, eps, row, 0)
+        write_row(kind, row, 0, hidden, activations, r * hidden, scales, r)
+    meet(counters, sizes.threads, meetings)
+    _product(
+        kind, activations.view(np.int32), num_rows, hidden, head.packed, head.logits, head.columns, head.stride, False,
+        scales, numbers, counters, stage,
+    )  # fmt: skip
+
+
+@compiled
 def _meet(counters, count, meetings, times, stage, since):
     """Waits for the others, and notes how long the stage took."""
     meetings = meet(counters, count, meetings)
@@ -268,7 +293,7 @@ def _meet(counters, count, meetings, times, stage, since):
 
 
 @compiled
-def _run_step(thread, kind, sizes, eps, scale, weights, buffers, step, cache, counters, all_times, config):
+def _run_step(thread, kind, sizes, eps, scale, weights, head, buffers, step, cache, counters, all_times, config):
     """See ``run_step``."""
     kept = np.empty(tiles.CONFIG_BYTES, np.uint8)
     begin(kind, config, kept)
@@ -276,9 +301,9 @@ def _run_step(thread, kind, sizes, eps, scale, weights, buffers, step, cache, co
     first, last = num_rows * thread // count, num_rows * (thread + 1) // count
     hidden, width = sizes.hidden, sizes.num_heads * sizes.head_dim
     row = np.empty(hidden, np.float32)
-    numbers = np.empty(-(-num_rows // BLOCK_ROWS) * BLOCK_ROWS * BLOCK_COLUMNS, np.float32)
+    numbers = np.empty(-(-max(num_rows, len(head.rows)) // BLOCK_ROWS) * BLOCK_ROWS * BLOCK_COLUMNS, np.float32)
     rounded = np.empty(sizes.head_dim, cache.keys.dtype)
-    scratch = make_scratch(cache.keys, Shape(0, 0, sizes.head_dim, 0, 0, sizes.tile))
+    scratch = make_scratch(cache.keys, _shape_of(sizes, 0))
     x, qkv, activations, scales = buffers.x, buffers.qkv, buffers.activations, buffers.scales
     words = activations.view(np.int32)
     meetings, times, since = 0, all_times[thread], ticks()
@@ -297,7 +322,7 @@ def _run_step(thread, kind, sizes, eps, scale, weights, buffers, step, cache, co
         meetings, since = _meet(counters, count, meetings, times, T_QKV, since)
         _place_rows(
             first, last, layer, sizes, eps, qkv, weights.qkv_bias, weights.q_norm, weights.k_norm, step.cos, step.sin,
-            step.slots, cache.keys, cache.values, rounded,
+            step.slots, cache, rounded,
         )  # fmt: skip
         meetings, since = _meet(counters, count, meetings, times, ROTATE, since)
         meetings = _attend(
@@ -327,86 +352,34 @@ def _run_step(thread, kind, sizes, eps, scale, weights, buffers, step, cache, co
             True, scales, numbers, counters, stage + DOWN,
         )  # fmt: skip
         meetings, since = _meet(counters, count, meetings, times, T_DOWN, since)
-    for r in range(first, last):
-        normalize(x, r * hidden, weights.final_norm, 0, hidden, eps, buffers.hidden, r * hidden)
-    end(kind, kept)
-
-
-@compiled
-def _run_head(
-    thread, count, kind, hidden, num_rows, width, packed, activations, scales, logits, columns, stride, counters, config
-):
-    """See ``run_head``."""
-    kept = np.empty(tiles.CONFIG_BYTES, np.uint8)
-    begin(kind, config, kept)
-    numbers = np.empty(-(-num_rows // BLOCK_ROWS) * BLOCK_ROWS * BLOCK_COLUMNS, np.float32)
-    for row in range(num_rows * thread // count, num_rows * (thread + 1) // count):
-        write_row(kind, hidden, row * width, width, activations, row * width, scales, row)
-    meet(counters, count, 0)
-    _product(
-        kind,
-        activations.view(np.int32),
-        num_rows,
-        width,
-        packed,
-        logits,
-        columns,
-        stride,
-        False,
-        scales,
-        numbers,
-        counters,
-        1,
-    )
-    end(kind, kept)
-
-
-def _build(digest: str, *, cache: bool) -> tuple[Any, Any]:
-    """Makes the kernels. They capture ``digest`` so that Numba's cache of compiled code depends on it."""
-    entry = njit(nogil=True, cache=cache, error_model="numpy", boundscheck=False)
-
-    @entry
-    def run_step(thread, kind, sizes, eps, scale, weights, buffers, step, cache, counters, times, config):
-        """One thread's part of a step, up to the final norm, into ``buffers.hidden``. All threads have to call it.
-
-        ``counters`` has (1 + STAGES_PER_LAYER × layers) × COUNTER zeros; ``times`` [threads, stages] int64 is added to,
-        in ticks of the processor's clock; ``config`` is :func:`tiles.full_tiles`.
-        """
-        digest  # noqa: B018
-        _run_step(thread, kind, sizes, eps, scale, weights, buffers, step, cache, counters, times, config)
-
-    @entry
-    def run_head(
-        thread,
-        count,
-        kind,
-        hidden,
-        num_rows,
-        width,
-        head,
-        activations,
-        scales,
-        logits,
-        columns,
-        stride,
-        counters,
-        config,
-    ):
-        """One thread's part of the logits [num_rows, columns] of hidden states [num_rows, width], float32 both.
-
-        All threads have to call it. Rows of logits lie ``stride`` numbers apart.
-        """
-        digest  # noqa: B018
-        _run_head(
-            thread, count, kind, hidden, num_rows, width, head, activations, scales, logits, columns, stride, counters,
-            config,
+    if len(head.rows):
+        _score(
+            thread, kind, sizes, eps, weights.final_norm, head, x, activations, scales, row, numbers, counters,
+            1 + sizes.num_layers * STAGES_PER_LAYER, meetings,
         )  # fmt: skip
+        times[T_HEAD] += ticks() - since
+    end(kind, kept)
 
-    return run_step, run_head
+
+def _build(digest: str, *, cache: bool) -> Any:
+    """Makes the kernel. Captures ``digest`` so that Numba's cache of compiled code depends on it."""
+
+    @njit(nogil=True, cache=cache, error_model="numpy", boundscheck=False)
+    def run_step(thread, kind, sizes, eps, scale, weights, head, buffers, step, cache, counters, times, config):
+        """One thread's part of a step, up to the logits of the rows that are sampled. All threads have to call it.
+
+        With no layers and no rows in ``step`` it computes logits alone, of what is in ``buffers.x``. ``counters`` has
+        (2 + STAGES_PER_LAYER × layers) × COUNTER zeros; ``times`` [threads, stages] int64 is added to, in ticks of the
+        processor's clock; ``config`` is :func:`tiles.full_tiles`.
+        """
+        digest  # noqa: B018
+        _run_step(thread, kind, sizes, eps, scale, weights, head, buffers, step, cache, counters, times, config)
+
+    return run_step
 
 
 try:
-    run_step, run_head = _build(SOURCE_DIGEST, cache=True)
+    run_step = _build(SOURCE_DIGEST, cache=True)
 except RuntimeError:
     # There is no folder that Numba may write to: every start compiles anew.
-    run_step, run_head = _build(SOURCE_DIGEST, cache=False)
+    run_step = _build(SOURCE_DIGEST, cache=False)

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from chairlift.model.kernels.compiling import SOURCE_DIGEST, compiled
+from chairlift.model.kernels.rows import int8_scale
 from chairlift.model.kernels.simd import (
     LANES,
     broadcast,
@@ -32,6 +33,7 @@ from chairlift.model.kernels.simd import (
     store,
     total,
 )
+from chairlift.model.kernels.threads import meet
 
 SEGMENT = 64
 CACHE_LINE = 64
@@ -65,12 +67,25 @@ class Shape(NamedTuple):
     tile: int
 
 
+class Pages(NamedTuple):
+    """Paged keys and values, flat, of one layer or of all, end to end.
+
+    For int8 there is a float32 scale for each token and head beside them, [blocks, key/value heads, block size]; else
+    the scales are empty.
+    """
+
+    keys: Any
+    values: Any
+    key_scales: Any
+    value_scales: Any
+
+
 class Scratch(NamedTuple):
     """Working memory of one thread; all float32 but ``keys``, which has the cache's type.
 
     ``query`` and ``output`` hold a tile's rows, ``maxima`` and ``sums`` its softmax state (the sums in 16 lanes),
     ``scores`` and ``rescale`` the state of four rows within a segment, ``keys`` a segment of keys where blocks are
-    shorter than a vector.
+    shorter than a vector, ``key_scales`` and ``value_scales`` those of a segment.
     """
 
     query: Any
@@ -80,6 +95,8 @@ class Scratch(NamedTuple):
     scores: Any
     rescale: Any
     keys: Any
+    key_scales: Any
+    value_scales: Any
 
 
 @_inner
@@ -125,14 +142,20 @@ def _score_two(query: Any, q: int, dim: int, keys: Any, k: int, other: int, stri
 
 
 @_inner
-def _soften(scratch: Any, row: int, size: int, low: int, high: int) -> None:
-    """Turns a row's scores into weights relative to its running maximum. Tokens outside [low, high) weigh nothing."""
+def _soften(scratch: Any, row: int, size: int, low: int, high: int, scaled: bool) -> None:
+    """Turns a row's scores into weights relative to its running maximum. Tokens outside [low, high) weigh nothing.
+
+    Where keys and values are ``scaled``, scores take the keys' scales first, and weights the values' in the end.
+    """
     scores, maxima, sums = scratch.scores, scratch.maxima, scratch.sums
     s = row % ROWS * SEGMENT
     old = maxima[row]
-    peak = splat(old)
+    peak, zero = splat(old), splat(np.float32(0))
     for i in range(0, size, LANES):
         lanes = load(scores, s + i)
+        if scaled:
+            lanes = fma(lanes, load(scratch.key_scales, i), zero)
+            store(scores, s + i, lanes)
         if low > i or high < i + LANES:
             lanes = keep_between(lanes, low - i, high - i)
             store(scores, s + i, lanes)
@@ -144,11 +167,13 @@ def _soften(scratch: Any, row: int, size: int, low: int, high: int) -> None:
     one, minus = splat(np.float32(1)), splat(-base)
     factor = exp2(fma(splat(old), one, minus))
     store(scratch.rescale, row % ROWS * LANES, factor)
-    running = fma(load(sums, row * LANES), factor, splat(np.float32(0)))
+    running = fma(load(sums, row * LANES), factor, zero)
     for i in range(0, size, LANES):
         weights = exp2(fma(load(scores, s + i), one, minus))
-        store(scores, s + i, weights)
         running = fma(weights, one, running)
+        if scaled:
+            weights = fma(weights, load(scratch.value_scales, i), zero)
+        store(scores, s + i, weights)
     store(sums, row * LANES, running)
 
 
@@ -201,6 +226,17 @@ def _gather_keys(bits: Any, keys: Any, table: Any, head: int, first: int, last: 
 
 
 @_inner
+def _gather_scales(pages: Any, table: Any, head: int, first: int, last: int, shape: Any, scratch: Any) -> None:
+    """Copies the scales of tokens [first, last) side by side."""
+    shift = shape.block_shift
+    for token in range(first, last):
+        block = np.int64(table[token >> shift]) * shape.num_kv_heads + head
+        place = (block << shift) + (token & ((1 << shift) - 1))
+        scratch.key_scales[token - first] = pages.key_scales[place]
+        scratch.value_scales[token - first] = pages.value_scales[place]
+
+
+@_inner
 def fetch(keys: Any, values: Any, table: Any, head: int, first: int, last: int, shape: Any) -> None:
     """Asks for the blocks of tokens [first, last), which lie too far apart for the processor to foresee."""
     size = shape.head_dim << shape.block_shift
@@ -219,8 +255,9 @@ def _key(table: Any, token: int, head: int, shape: Any) -> Any:
 
 
 @_inner
-def attend_item(item: Any, keys: Any, values: Any, table: Any, shape: Any, scratch: Any) -> None:
+def attend_item(item: Any, pages: Any, table: Any, shape: Any, scratch: Any) -> None:
     """Attends with the rows in ``scratch.query`` to the item's tokens; leaves the state of the softmax in scratch."""
+    keys, values, scaled = pages.keys, pages.values, len(pages.key_scales) > 0
     group = shape.num_heads // shape.num_kv_heads
     dim, shift, head = shape.head_dim, shape.block_shift, item[KV_HEAD]
     block_size = 1 << shift
@@ -229,6 +266,8 @@ def attend_item(item: Any, keys: Any, values: Any, table: Any, shape: Any, scrat
         last = min(first + SEGMENT, item[LAST])
         if last < item[LAST]:
             fetch(keys, values, table, head, last, min(last + SEGMENT, item[LAST]), shape)
+        if scaled:
+            _gather_scales(pages, table, head, first, last, shape, scratch)
         if block_size < LANES:
             _gather_keys(keys, scratch.keys, table, head, first, last, shape)
         for row in range(0, num_rows, ROWS):
@@ -256,7 +295,7 @@ def attend_item(item: Any, keys: Any, values: Any, table: Any, shape: Any, scrat
             for r in range(row, row + ROWS):
                 position = item[POSITION] + r // group
                 low = position + 1 - shape.window - first if shape.window else 0
-                _soften(scratch, r, end - first, low, min(position + 1, end) - first)
+                _soften(scratch, r, end - first, low, min(position + 1, end) - first, scaled)
             _accumulate(scratch, row * dim, values, table, head, first, end, shape)
 
 
@@ -325,15 +364,28 @@ def merge_partials(merge: Any, partial: Any, output: Any, shape: Any) -> None:
 
 
 @_inner
-def _write(row: int, key: Any, value: Any, strides: Any, keys: Any, values: Any, slot: int, shape: Any) -> None:
-    """Copies one token's keys and values to its slot, bit for bit."""
+def write_token(key: Any, k: int, value: Any, v: int, slot: int, pages: Any, shape: Any, rounded: Any) -> None:
+    """Puts one token's keys and values, which begin at ``key[k]`` and ``value[v]``, into their slot.
+
+    ``rounded`` has room for a head of keys, which lie as far apart in the cache as a block is long.
+    """
     dim, block_size = shape.head_dim, 1 << shape.block_shift
     block, offset = slot >> shape.block_shift, slot & (block_size - 1)
+    zero, key_factor, value_factor = splat(np.float32(0)), splat(np.float32(1)), splat(np.float32(1))
     for head in range(shape.num_kv_heads):
-        target = (block * shape.num_kv_heads + head) * dim * block_size
+        place = block * shape.num_kv_heads + head
+        if len(pages.key_scales):
+            key_scale, value_scale = int8_scale(key, k, dim), int8_scale(value, v, dim)
+            pages.key_scales[place * block_size + offset] = key_scale
+            pages.value_scales[place * block_size + offset] = value_scale
+            key_factor, value_factor = splat(np.float32(1) / key_scale), splat(np.float32(1) / value_scale)
+        target = place * dim * block_size
+        for d in range(0, dim, LANES):
+            store(rounded, d, fma(load(key, k + d), key_factor, zero))
+            store(pages.values, target + offset * dim + d, fma(load(value, v + d), value_factor, zero))
         for d in range(dim):
-            keys[target + d * block_size + offset] = key[row * strides[1] + head * dim + d]
-            values[target + offset * dim + d] = value[row * strides[2] + head * dim + d]
+            pages.keys[target + d * block_size + offset] = rounded[d]
+        k, v = k + dim, v + dim
 
 
 @_inner
@@ -348,24 +400,26 @@ def make_scratch(keys: Any, shape: Any) -> Any:
         np.empty(ROWS * SEGMENT, np.float32),
         np.empty(ROWS * LANES, np.float32),
         np.empty(dim * SEGMENT, keys.dtype),
+        np.empty(SEGMENT, np.float32),
+        np.empty(SEGMENT, np.float32),
     )
 
 
 @_inner
-def fetch_first(item: Any, keys: Any, values: Any, tables: Any, shape: Any) -> None:
+def fetch_first(item: Any, pages: Any, tables: Any, shape: Any) -> None:
     """Asks for the first tokens of an item that is run soon."""
     end = min(item[FIRST] + SEGMENT, item[LAST])
-    fetch(keys, values, tables[item[SEQUENCE]], item[KV_HEAD], item[FIRST], end, shape)
+    fetch(pages.keys, pages.values, tables[item[SEQUENCE]], item[KV_HEAD], item[FIRST], end, shape)
 
 
 @_inner
 def run_item(
-    item: Any, query: Any, stride: int, scale: float, keys: Any, values: Any, tables: Any, shape: Any, partial: Any,
-    output: Any, scratch: Any,
+    item: Any, query: Any, stride: int, scale: float, pages: Any, tables: Any, shape: Any, partial: Any, output: Any,
+    scratch: Any,
 ) -> None:  # fmt: skip
     """Attends for one item, whose query rows are ``stride`` numbers apart."""
     start_item(item, query, stride, scale, shape, scratch)
-    attend_item(item, keys, values, tables[item[SEQUENCE]], shape, scratch)
+    attend_item(item, pages, tables[item[SEQUENCE]], shape, scratch)
     if item[PARTIAL] == WHOLE:
         finish_item(item, output, shape, scratch)
     else:
@@ -375,14 +429,14 @@ def run_item(
 def _build(digest: str, *, cache: bool) -> Any:
     """Makes the kernel. Captures ``digest`` so that Numba's cache of compiled code depends on it."""
 
-    @njit(parallel=True, nogil=True, cache=cache, error_model="numpy", boundscheck=False)
+    @njit(nogil=True, cache=cache, error_model="numpy", boundscheck=False)
     def paged_attention(  # type: ignore[no-untyped-def]
+        thread,
         query,
         key,
         value,
         strides,
-        keys,
-        values,
+        pages,
         slots,
         tables,
         items,
@@ -392,21 +446,24 @@ def _build(digest: str, *, cache: bool) -> Any:
         shape,
         partial,
         output,
+        counters,
     ):
+        """One thread's part of a layer's attention. All have to call it; ``counters`` are zeros at first."""
         digest  # noqa: B018
-        workers = len(item_bounds) - 1
-        for worker in prange(workers):
-            for row in range(len(slots) * worker // workers, len(slots) * (worker + 1) // workers):
-                _write(row, key, value, strides, keys, values, slots[row], shape)
-        for worker in prange(workers):
-            scratch = make_scratch(keys, shape)
-            for i in range(item_bounds[worker], item_bounds[worker + 1]):
-                item = items[i]
-                if i + 1 < item_bounds[worker + 1]:
-                    fetch_first(items[i + 1], keys, values, tables, shape)
-                run_item(item, query, strides[0], scale, keys, values, tables, shape, partial, output, scratch)
-        for i in prange(len(merges)):
-            merge_partials(merges[i], partial, output, shape)
+        count = len(item_bounds) - 1
+        rounded = np.empty(shape.head_dim, pages.keys.dtype)
+        for row in range(len(slots) * thread // count, len(slots) * (thread + 1) // count):
+            write_token(key, row * strides[1], value, row * strides[2], slots[row], pages, shape, rounded)
+        meetings = meet(counters, count, 0)
+        scratch = make_scratch(pages.keys, shape)
+        for i in range(item_bounds[thread], item_bounds[thread + 1]):
+            if i + 1 < item_bounds[thread + 1]:
+                fetch_first(items[i + 1], pages, tables, shape)
+            run_item(items[i], query, strides[0], scale, pages, tables, shape, partial, output, scratch)
+        if len(merges):
+            meet(counters, count, meetings)
+            for i in range(thread, len(merges), count):
+                merge_partials(merges[i], partial, output, shape)
 
     return paged_attention
 

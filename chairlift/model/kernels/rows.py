@@ -54,6 +54,18 @@ def normalize(x: Any, xi: int, weight: Any, wi: int, size: int, eps: float, row:
         store(row, ri + i, fma(fma(load(x, xi + i), factor, zero), load(weight, wi + i), zero))
 
 
+@compiled
+def int8_scale(source: Any, si: int, size: int) -> Any:
+    """What one step of int8 is to be worth, so that the largest of the numbers is 127; NaN if one is not finite."""
+    zero, minus = splat(np.float32(0)), splat(np.float32(-1))
+    peak, nothing = splat(TINY), zero
+    for i in range(0, size, LANES):
+        lanes = load(source, si + i)
+        peak = maximum(peak, maximum(lanes, fma(lanes, minus, zero)))
+        nothing = fma(lanes, zero, nothing)
+    return largest(peak) / np.float32(INT8_MAX) + total(nothing)
+
+
 def write_row(kind, source, si, size, activations, ai, scales, row):  # pragma: no cover
     """Writes float32 numbers as a product takes them; int8 is scaled by the row's largest number."""
     raise TypeError(COMPILED_ONLY)
@@ -67,14 +79,9 @@ def _write_row(kind, source, si, size, activations, ai, scales, row):
             store(activations, ai + i, fma(load(source, si + i), one, zero))
 
     def quantized(kind, source, si, size, activations, ai, scales, row):
-        zero, minus = splat(np.float32(0)), splat(np.float32(-1))
-        peak = splat(TINY)
-        for i in range(0, size, LANES):
-            lanes = load(source, si + i)
-            peak = maximum(peak, maximum(lanes, fma(lanes, minus, zero)))
-        peak_number = largest(peak)
-        scales[row] = peak_number / np.float32(INT8_MAX)
-        factor = splat(np.float32(INT8_MAX) / peak_number)
+        scale, zero = int8_scale(source, si, size), splat(np.float32(0))
+        scales[row] = scale
+        factor = splat(np.float32(1) / scale)
         for i in range(0, size, LANES):
             store_uint8(activations, ai + i, fma(load(source, si + i), factor, zero))
 

@@ -3,7 +3,8 @@
 LLVM's vectoriser gives up on short loops over arrays that might overlap, and does not say so. Here a kernel states its
 vectors itself, and LLVM fits them to the registers that the processor has.
 
-Arrays are flat and contiguous, of float32, or of int16 that holds the bits of bfloat16. Nothing is bounds-checked.
+Arrays are flat and contiguous, of float32, of int16 that holds the bits of bfloat16, or of int8. Nothing is
+bounds-checked.
 """
 
 # ruff: noqa: ARG001 -- Numba looks at the parameters' number and names.
@@ -20,6 +21,7 @@ from numba.extending import intrinsic, models, register_model
 
 LANES = 16
 
+_I8 = ir.VectorType(ir.IntType(8), LANES)
 _I16 = ir.VectorType(ir.IntType(16), LANES)
 _I32 = ir.VectorType(ir.IntType(32), LANES)
 _F32 = ir.VectorType(ir.FloatType(), LANES)
@@ -82,12 +84,17 @@ def _pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any
     return builder.bitcast(builder.gep(data, [index]), pointee.as_pointer())
 
 
-def _is_bfloat16(array_type: Any) -> bool:
-    if array_type.dtype == types.float32:
-        return False
-    if array_type.dtype == types.int16:
-        return True
-    raise TypeError(f"vectors are loaded from float32 or int16, not {array_type.dtype}")
+def _stored(array_type: Any) -> Any:
+    """What lanes are in such an array."""
+    kinds = {types.float32: _F32, types.int16: _I16, types.int8: _I8}
+    if array_type.dtype not in kinds:
+        raise TypeError(f"vectors are loaded from float32, int16 or int8, not {array_type.dtype}")
+    return kinds[array_type.dtype]
+
+
+def _rounded_to_int8(builder: Any, lanes: Any) -> Any:
+    bits = builder.bitcast(builder.fadd(lanes, _splat(builder, _float(_ROUND))), _I32)
+    return builder.trunc(bits, _I8)
 
 
 @_operation
@@ -95,11 +102,13 @@ def load(typing_context: Any, array: Any, index: Any) -> tuple[Any, Callable[...
     """Lanes from ``array[index:index + 16]``."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        stored = _I16 if _is_bfloat16(array) else _F32
+        stored = _stored(array)
         pointer = _pointer(context, builder, array, arguments[0], arguments[1], stored)
         lanes = builder.load(pointer, align=array.dtype.bitwidth // 8)
         if stored is _F32:
             return lanes
+        if stored is _I8:
+            return builder.sitofp(builder.sext(lanes, _I32), _F32)
         high = builder.shl(builder.zext(lanes, _I32), _splat(builder, ir.Constant(ir.IntType(32), 16)))
         return builder.bitcast(high, _F32)
 
@@ -108,12 +117,13 @@ def load(typing_context: Any, array: Any, index: Any) -> tuple[Any, Callable[...
 
 @_operation
 def store(typing_context: Any, array: Any, index: Any, lanes: Any) -> tuple[Any, Callable[..., Any]]:
-    """Writes the lanes to ``array[index:index + 16]``; bfloat16 is rounded to nearest, ties to even."""
+    """Writes the lanes to ``array[index:index + 16]``, rounded to nearest, ties to even; to int8 from -128 to 127."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        stored, value = _F32, arguments[2]
-        if _is_bfloat16(array):
-            stored = _I16
+        stored, value = _stored(array), arguments[2]
+        if stored is _I8:
+            value = _rounded_to_int8(builder, value)
+        if stored is _I16:
             bits = builder.bitcast(value, _I32)
             sixteen, one, half, quiet = (
                 _splat(builder, ir.Constant(ir.IntType(32), c)) for c in (16, 1, 0x7FFF, 0x7FC0)
@@ -150,10 +160,9 @@ def store_uint8(typing_context: Any, array: Any, index: Any, lanes: Any) -> tupl
     """Writes lanes from -128 to 127, rounded to nearest and 128 larger, to the bytes ``array[index:index + 16]``."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        bits = builder.bitcast(builder.fadd(arguments[2], _splat(builder, _float(_ROUND))), _I32)
-        bytes_ = ir.VectorType(ir.IntType(8), LANES)
-        number = builder.xor(builder.trunc(bits, bytes_), _splat(builder, ir.Constant(ir.IntType(8), 128)))
-        builder.store(number, _pointer(context, builder, array, arguments[0], arguments[1], bytes_), align=1)
+        number = _rounded_to_int8(builder, arguments[2])
+        number = builder.xor(number, _splat(builder, ir.Constant(ir.IntType(8), 128)))
+        builder.store(number, _pointer(context, builder, array, arguments[0], arguments[1], _I8), align=1)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, vector), generate

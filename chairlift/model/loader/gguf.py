@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
+from numpy.typing import NDArray
 from torch import Tensor
 
 from chairlift.model.config import ModelConfig
@@ -34,46 +36,71 @@ TENSOR_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.(?P<kind>wei
 ROPE_FREQS = "rope_freqs.weight"  # part of the configuration
 
 
-def iterate_gguf(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yields the name and float32 values of every tensor, dequantized as they are asked for.
+class DequantizedTensor:
+    """A :class:`~chairlift.model.loader.weights.StoredTensor` of a GGUF file: float32, whatever it is stored as.
+
+    Args:
+        tensor: as stored.
+        interleaved: width of its heads, where their rows are interleaved; else ``None``.
+    """
+
+    def __init__(self, tensor: GGUFTensor, interleaved: int | None = None) -> None:
+        self._tensor = tensor
+        self._interleaved = interleaved
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self._tensor.shape
+
+    def read(self, index: tuple[slice, ...]) -> Tensor:
+        """The values of a part: whole heads, where they are interleaved.
+
+        Rows are dequantized alone, and of a row the blocks that hold what is asked for.
+
+        Raises:
+            ModelError: the tensor is quantized in a way that cannot be undone here.
+        """
+        *rows, columns = index
+        block, block_bytes = GGML_QUANT_SIZES[self._tensor.quantization]
+        first, last = columns.start // block, -(-columns.stop // block)
+        data = self._tensor.data[(*rows, slice(first * block_bytes, last * block_bytes))]
+        values = self._dequantize(np.ascontiguousarray(data))
+        values = values[..., columns.start - first * block : columns.stop - first * block]
+        return values if self._interleaved is None else _undo_interleaving(values, self._interleaved)
+
+    def _dequantize(self, data: NDArray[np.uint8]) -> Tensor:
+        tensor = self._tensor
+        try:
+            values = dequantize(data, tensor.quantization)
+        except NotImplementedError as error:
+            raise ModelError(
+                f"tensor {tensor.name} is quantized as {tensor.quantization.name}, which is not supported; take a file "
+                "in Q4_0, Q4_1, Q8_0, a K-quant, F16, BF16 or F32"
+            ) from error
+        # What is float32 already comes as a view of the file, which may not be written to.
+        return torch.from_numpy(np.require(values, requirements="W"))
+
+
+def iterate_gguf(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, DequantizedTensor]]:
+    """Yields every tensor by name; ``config`` is the whole model's.
 
     Names that are not known come as they are, for the loader to refuse.
-
-    Raises:
-        ModelError: a tensor is quantized in a way that cannot be undone here.
     """
-    interleaved = file.metadata["general.architecture"] == "llama"
+    llama = file.metadata["general.architecture"] == "llama"
     for name, tensor in file.tensors.items():
-        if name == ROPE_FREQS:
-            continue
-        values = _dequantize(tensor)
-        if interleaved and ".attn_q." in name:
-            values = _undo_interleaving(values, config.num_heads)
-        elif interleaved and ".attn_k." in name:
-            values = _undo_interleaving(values, config.num_kv_heads)
-        yield _checkpoint_name(name), values
+        if name != ROPE_FREQS:
+            interleaved = llama and (".attn_q." in name or ".attn_k." in name)
+            yield _checkpoint_name(name), DequantizedTensor(tensor, config.head_dim if interleaved else None)
 
 
-def _dequantize(tensor: GGUFTensor) -> Tensor:
-    try:
-        values = dequantize(tensor.data, tensor.quantization)
-    except NotImplementedError as error:
-        raise ModelError(
-            f"tensor {tensor.name} is quantized as {tensor.quantization.name}, which is not supported; take a file in "
-            "Q4_0, Q4_1, Q8_0, a K-quant, F16, BF16 or F32"
-        ) from error
-    # What is float32 already comes as a view of the file, which may not be written to.
-    writable = np.require(values, requirements="W")
-    return torch.from_numpy(writable).view(tensor.shape)
-
-
-def _undo_interleaving(values: Tensor, num_heads: int) -> Tensor:
+def _undo_interleaving(values: Tensor, head_dim: int) -> Tensor:
     """Puts the rows of each head of a llama file back in order.
 
     Such files rotate neighbours (2i, 2i + 1), and have the rows laid out for it; here i and i + head_dim / 2 are
     rotated, as in ``transformers``.
     """
-    pairs = values.view(num_heads, -1, 2, *values.shape[1:])
+    pairs = values.view(-1, head_dim // 2, 2, *values.shape[1:])
     return pairs.transpose(1, 2).flatten(0, 2)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -15,8 +16,26 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-def iterate_safetensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yields the name and values of every tensor, read as they are asked for.
+class SafetensorsTensor:
+    """A :class:`~chairlift.model.loader.weights.StoredTensor` in an open file."""
+
+    def __init__(self, stored: Any) -> None:
+        self._stored = stored
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Of the whole tensor."""
+        shape: list[int] = self._stored.get_shape()
+        return shape
+
+    def read(self, index: tuple[slice, ...]) -> Tensor:
+        """The values of a part."""
+        values: Tensor = self._stored[index]
+        return values
+
+
+def iterate_safetensors(directory: Path) -> Iterator[tuple[str, SafetensorsTensor]]:
+    """Yields every tensor by name; it can be read until the next one is asked for.
 
     Raises:
         ModelError: a file is missing or damaged; it is named.
@@ -25,7 +44,7 @@ def iterate_safetensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a mapping
-                    yield name, file.get_tensor(name)
+                    yield name, SafetensorsTensor(file.get_slice(name))
         except SafetensorError as error:
             raise ModelError(f"{path} is cut short or damaged ({error}); fetch it again") from error
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,13 +18,26 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MOST_NAMES = 8
 
 
+class StoredTensor(Protocol):
+    """A tensor of a checkpoint, of which only what is asked for is read."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Of the whole tensor."""
+        ...
+
+    def read(self, index: tuple[slice, ...]) -> Tensor:
+        """The values of a part; there is a slice, with bounds, for each dimension."""
+        ...
+
+
 @torch.no_grad()
-def load_weights(model: CausalLM, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def load_weights(model: CausalLM, tensors: Iterable[tuple[str, StoredTensor]]) -> None:
     """Copies each tensor into its place, converted to the model's dtype and device, and no more than one at a time.
 
     Args:
         model: with uninitialized weights.
-        tensors: name in ``transformers`` and values, in any order.
+        tensors: by name in ``transformers``, in any order.
 
     Raises:
         ModelError: tensors are missing, unexpected, or of the wrong shape; they are named.
@@ -32,26 +46,27 @@ def load_weights(model: CausalLM, tensors: Iterable[tuple[str, Tensor]]) -> None
     tied = model.config.tie_word_embeddings
     filled: set[str] = set()
     unexpected: list[str] = []
-    for name, tensor in tensors:
+    for name, stored in tensors:
         if name.endswith(DERIVED):
             continue
         if (slot := slots.get(name)) is None:
             unexpected.append(name)
             continue
-        if tensor.shape != slot.shape:
+        if tuple(stored.shape) != slot.shape:
             raise ModelError(
-                f"tensor {name} has the shape {list(tensor.shape)}; the model's configuration gives {list(slot.shape)}"
+                f"tensor {name} has the shape {list(stored.shape)}; the model's configuration gives {list(slot.shape)}"
             )
+        tensor = stored.read(slot.index)
         if tensor.dtype not in DTYPES:
             raise ModelError(f"tensor {name} is stored as {tensor.dtype}; quantized safetensors are not supported")
         if tied and name in (HEAD, EMBEDDING) and filled & {HEAD, EMBEDDING}:
-            if not torch.equal(slot, tensor.to(slot)):
+            if not torch.equal(slot.tensor, tensor.to(slot.tensor)):
                 raise ModelError(
                     f"{HEAD} and {EMBEDDING} differ, though config.json says that they are one (tie_word_embeddings); "
                     "set it to false there"
                 )
         else:
-            slot.copy_(tensor)
+            slot.tensor.copy_(tensor)
         filled.add(name)
     if tied and filled & {HEAD, EMBEDDING}:
         filled |= {HEAD, EMBEDDING}

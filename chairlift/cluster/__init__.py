@@ -1,0 +1,1 @@
+"""Several replicas on the nodes of a Ray cluster, behind one client that routes between them."""

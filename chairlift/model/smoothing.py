@@ -28,7 +28,7 @@ SEED = 0
 LARGEST_FACTOR = 64
 ROWS_AT_ONCE = 4096
 """Weights are rotated in float32, and so many rows or columns of them at a time."""
-SEQUENCES, LENGTH, PASSES = 16, 32, 2
+SEQUENCES, LENGTH, PASSES = 8, 32, 2
 """How much a model writes to be measured on, and how often it does so anew."""
 SMALLEST = 1e-3
 """The smallest factor, as a share of the median, and the inverse of the largest: some channels are never used."""
@@ -42,7 +42,7 @@ def smooth(model: CausalLM) -> None:
     Scores stay what they were but for rounding; hidden states are rotated, and a tied head is tied no more.
 
     Args:
-        model: with its weights loaded, on the CPU.
+        model: whole, with its weights loaded, on the CPU.
     """
     _rotate_residual_stream(model)
     _scale_inner_channels(model)
@@ -69,7 +69,7 @@ class Rotation:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[n, size] float32 to the same, rotated."""
-        rotated = rows * self._signs
+        rotated = (rows * self._signs).contiguous()  # else products of columns go row by row
         for factor in self._factors:
             # Turns the last digits of a channel's number, and puts them in front: after all factors, all were turned.
             digits = rotated.reshape(len(rows), -1, len(factor)) @ factor

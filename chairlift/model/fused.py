@@ -36,6 +36,7 @@ from chairlift.model.kernels.simd import LANES
 from chairlift.model.kernels.threads import COUNTER
 from chairlift.model.layers import Linear
 from chairlift.model.llama import CausalLM, DecoderLayer
+from chairlift.model.smoothing import smooth
 
 Floats = npt.NDArray[np.float32]
 
@@ -44,7 +45,8 @@ class FusedCausalLM:
     """A decoder whose weights are packed for the CPU. Called like :class:`~chairlift.model.llama.CausalLM`.
 
     Args:
-        model: with its weights loaded, in float32 or bfloat16; its projections are emptied as they are packed.
+        model: with its weights loaded, in float32 or bfloat16; its projections are emptied as they are packed. For int8
+            all of its weights change before (:mod:`chairlift.model.smoothing`).
         attention: the backend whose work plans the kernel follows.
         quantization: "int8" for int8 products, ``None`` for products in the model's own precision.
 
@@ -59,6 +61,8 @@ class FusedCausalLM:
         dtype = model.embedding.dtype
         if reason := unsupported(model.config, dtype, quantization, model.ranks.size):
             raise ValueError(reason)
+        if quantization == "int8":
+            smooth(model)
         self.config = config = model.config
         self.embedding = model.embedding
         self.rotary = model.rotary
@@ -77,9 +81,8 @@ class FusedCausalLM:
             threads=attention.threads.count,
         )
         # The head comes first: a tied one is the embedding, which stays.
-        self._packed_head = Packed(
-            *_pack([model.head], is_quantized(self._kind), keep=config.tie_word_embeddings), 0, 0
-        )
+        tied = model.head.weight is model.embedding
+        self._packed_head = Packed(*_pack([model.head], is_quantized(self._kind), keep=tied), 0, 0)
         self._weights = self._pack(model)
         self._config = tiles.full_tiles()
         self._counters = np.zeros((2 + STAGES_PER_LAYER * config.num_layers) * COUNTER, np.int64)

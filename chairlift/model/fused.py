@@ -80,7 +80,7 @@ class FusedCausalLM:
             tile=attention.tile_rows,
             threads=attention.threads.count,
         )
-        # The head comes first: a tied one is the embedding, which stays.
+        # The head comes first: a tied one is the embedding, which stays. (Smoothing for int8 has untied it.)
         tied = model.head.weight is model.embedding
         self._packed_head = Packed(*_pack([model.head], is_quantized(self._kind), keep=tied), 0, 0)
         self._weights = self._pack(model)

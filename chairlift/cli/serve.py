@@ -17,8 +17,15 @@ from chairlift.config import EngineConfig, ServerConfig
 from chairlift.engine.executor import Capacity
 
 if TYPE_CHECKING:
+    import socket
+    from ssl import SSLContext
+
+    from starlette.types import ASGIApp
+
+    from chairlift.api.lifecycle import Lifecycle
     from chairlift.api.tracing import SpanWriter
     from chairlift.cluster.router import RoutedEngine
+    from chairlift.engine.supervisor import SupervisedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +73,6 @@ def run_server(
     from chairlift.api.app import create_app
     from chairlift.api.lifecycle import Lifecycle
     from chairlift.api.server import allow_many_connections, bind, run, tls_context
-    from chairlift.api.server import serve as serve_app
-    from chairlift.engine.supervisor import SupervisedEngine
     from chairlift.model.source import resolve
     from chairlift.text.tokenizer import load_tokenizer
 
@@ -79,15 +84,8 @@ def run_server(
     max_open_sequences = places * (cluster.replicas if cluster else 1) + server.max_num_queued_reqs
     spans = _span_writer(server, names[0])
     with bind(host, port) as sock:  # first: an address in use should not cost the time to load a model
-        source = resolve(config.model, config.revision)
-        tokenizer = load_tokenizer(source)
-        engine: SupervisedEngine | RoutedEngine
-        if cluster is None:
-            engine = SupervisedEngine.start(config, log_config)
-        else:
-            from chairlift.cluster.launch import on_cluster
-
-            engine = on_cluster(config, cluster, log_config)
+        tokenizer = load_tokenizer(resolve(config.model, config.revision))
+        engine = _engine(config, cluster, log_config)
 
         async def main() -> None:
             try:
@@ -105,20 +103,41 @@ def run_server(
                     spans=spans,
                     admin_key=None if cluster is None else cluster.admin_key,
                 )
-                await serve_app(
-                    app,
-                    sock,
-                    on_ready=lambda url: _say(server, invitation(url, names[0]), "ready", {"address": f"{url}/v1"}),
-                    lifecycle=lifecycle,
-                    shutdown_timeout=server.shutdown_timeout,
-                    tls=tls,
-                )
+                await _answer(app, sock, server, names[0], lifecycle, tls)
             finally:
                 await engine.close()
 
         run(main())
     if spans is not None:
         spans.close()
+
+
+def _engine(
+    config: EngineConfig, cluster: ClusterConfig | None, log_config: logs.LogConfig
+) -> SupervisedEngine | RoutedEngine:
+    if cluster is None:
+        from chairlift.engine.supervisor import SupervisedEngine
+
+        return SupervisedEngine.start(config, log_config)
+    from chairlift.cluster.launch import on_cluster
+
+    return on_cluster(config, cluster, log_config)
+
+
+async def _answer(
+    app: ASGIApp, sock: socket.socket, server: ServerConfig, name: str, lifecycle: Lifecycle, tls: SSLContext | None
+) -> None:
+    """Serves until it is told to stop, and says when it is ready."""
+    from chairlift.api.server import serve as serve_app
+
+    await serve_app(
+        app,
+        sock,
+        on_ready=lambda url: _say(server, invitation(url, name), "ready", {"address": f"{url}/v1"}),
+        lifecycle=lifecycle,
+        shutdown_timeout=server.shutdown_timeout,
+        tls=tls,
+    )
 
 
 def _span_writer(server: ServerConfig, model_name: str) -> SpanWriter | None:

@@ -64,6 +64,8 @@ def cluster_config(options: dict[str, Any]) -> ClusterConfig | None:
             )
         if "routing" in given:
             raise ConfigError("--routing chooses between replicas, and needs --cluster ray")
+        if "admin_key" in given and not _from_environment("admin_key"):
+            raise ConfigError("--admin-key opens POST /scale, which is there with --cluster ray only; leave it out")
         return None
     config = ClusterConfig(num_threads=options.pop("num_threads"), **given)
     options["num_threads"] = None
@@ -71,3 +73,9 @@ def cluster_config(options: dict[str, Any]) -> ClusterConfig | None:
 
     check_installed()
     return config
+
+
+def _from_environment(name: str) -> bool:
+    """Whether an option's value is the environment's, which may be meant for another server."""
+    context = click.get_current_context(silent=True)
+    return context is not None and context.get_parameter_source(name) is click.core.ParameterSource.ENVIRONMENT

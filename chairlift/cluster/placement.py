@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from chairlift.cluster.host import EngineHost
@@ -20,8 +21,8 @@ from chairlift.logs import LogConfig
 
 logger = logging.getLogger(__name__)
 
-WAIT_SECONDS = 1  # for room, in a thread, which the end of the server has to wait for
-TELL_SECONDS = 30
+POLL_SECONDS = 0.2
+TELL_SECONDS = 30.0
 
 
 class RayActor:
@@ -55,11 +56,16 @@ class RayActor:
 
     async def placed(self) -> None:
         """Waits until there is room."""
-        waited = 0
-        while not await asyncio.to_thread(self._group.wait, WAIT_SECONDS):
-            waited += WAIT_SECONDS
-            if waited % TELL_SECONDS == 0:
-                logger.warning("replica %d has waited for room for %d s; see ray status", self._number, waited)
+        begun = told = time.monotonic()
+        # Asked again and again: to wait in a thread would take it from all else that needs one for a moment.
+        while not await asyncio.to_thread(self._has_place):
+            await asyncio.sleep(POLL_SECONDS)
+            if (now := time.monotonic()) - told >= TELL_SECONDS:
+                told = now
+                logger.warning("replica %d has waited for room for %.0f s; see ray status", self._number, now - begun)
+
+    def _has_place(self) -> bool:
+        return bool(placement_group_table(self._group)["state"] == "CREATED")
 
     def start(self) -> Awaitable[Loaded | Failed]:
         """Loads the engine."""

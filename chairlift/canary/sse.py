@@ -102,9 +102,6 @@ class EventStream:
 
 def _data_of(events: bytes) -> Iterator[bytes]:
     """The data of each of several whole events."""
-    if events.startswith(b"data: ") and events.endswith(b"\n\n") and events.find(b"\n") == len(events) - 2:
-        yield events[6:-2].removesuffix(b"\r")  # one token, as nearly always: not worth cutting into lines
-        return
     data: list[bytes] = []
     for line in events.split(b"\n"):
         line = line.removesuffix(b"\r")

@@ -10,7 +10,7 @@ from chairlift.config import EngineConfig, available_cores
 from chairlift.engine.executor import Capacity
 from chairlift.execution.memory import available_host_memory
 from chairlift.execution.runner import ModelRunner
-from chairlift.execution.setup import DEFAULT_MAX_NUM_BATCHED_TOKENS, Setup
+from chairlift.execution.setup import Setup
 from chairlift.execution.start import start
 from chairlift.execution.worker import Worker, num_blocks_of_all, num_host_blocks_of_all
 from chairlift.model.base import Decoder
@@ -21,9 +21,6 @@ from chairlift.scheduling.plan import StepPlan, StepResult
 class LocalExecutor:
     """Loads a model onto one device and runs its steps. See :class:`chairlift.engine.executor.Executor`.
 
-    Attributes:
-        default_max_num_batched_tokens: the device's token budget, where the settings name none.
-
     Raises:
         ConfigError: the settings do not fit the model or the device.
         ModelError: the model cannot be had, or is not one of those supported.
@@ -31,7 +28,6 @@ class LocalExecutor:
 
     def __init__(self, config: EngineConfig) -> None:
         setup = Setup.of(config)
-        self.default_max_num_batched_tokens = DEFAULT_MAX_NUM_BATCHED_TOKENS[setup.device.type]
         available = available_host_memory()
         worker = Worker(setup, OneRank(), setup.device, config.num_threads or available_cores())
         holdings = [worker.holding]

@@ -10,6 +10,7 @@ import contextlib
 import json
 import re
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -140,7 +141,7 @@ class _Call:
         return [ToolCallDelta(self._index, text, name)]
 
 
-class _Parser:
+class _Parser(ABC):
     """A parser written as a generator: it is sent text, and yields ``None`` where it needs more."""
 
     def __init__(self) -> None:
@@ -171,8 +172,8 @@ class _Parser:
         pieces, self._pieces = self._pieces, []
         return [piece for piece in pieces if piece != ""]
 
-    def _read(self) -> Iterator[None]:
-        raise NotImplementedError
+    @abstractmethod
+    def _read(self) -> Iterator[None]: ...
 
     def _content(self, text: str) -> None:
         """Passes content on; space at its end waits for more, since none is wanted before a call."""

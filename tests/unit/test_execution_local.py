@@ -156,7 +156,7 @@ def test_capacity(model: Path) -> None:
     # The head is packed in whole blocks of 32 columns.
     assert capacity.weight_bytes == 4 * (2 * layer + (258 + 288) * 64 + 64)
     assert capacity.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
-    assert capacity.max_num_batched_tokens == tested.default_max_num_batched_tokens
+    assert capacity.max_num_batched_tokens == 512
     assert capacity.num_host_blocks == 0
 
 

@@ -293,6 +293,31 @@ def _meet(counters, count, meetings, times, stage, since):
 
 
 @compiled
+def _mlp(
+    kind, first, last, num_rows, layer, sizes, eps, norm, packed, buffers, row, numbers, counters, meetings, times, since
+):  # fmt: skip
+    """The MLP of one layer, whose packed weights begin at ``packed``, added to the residual stream."""
+    count, hidden, inner = sizes.threads, sizes.hidden, sizes.inner
+    x, activations, scales = buffers.x, buffers.activations, buffers.scales
+    stage = 1 + layer * STAGES_PER_LAYER
+    _norm_rows(kind, first, last, hidden, norm, layer * hidden, eps, x, activations, scales, row)
+    meetings, since = _meet(counters, count, meetings, times, NORM, since)
+    _gated_product(
+        kind, activations.view(np.int32), num_rows, hidden, packed, buffers.inner, inner, scales, numbers, counters,
+        stage + GATE_UP,
+    )  # fmt: skip
+    packed = _behind(packed, 2 * inner, hidden, kind.per_word)
+    meetings, since = _meet(counters, count, meetings, times, T_GATE_UP, since)
+    if quantize_rows(kind, buffers.inner, inner, activations, scales, first, last):
+        meetings, since = _meet(counters, count, meetings, times, QUANTIZE, since)
+    _product(
+        kind, words_of(kind, buffers.inner, activations), num_rows, inner, packed, x, hidden, hidden, True, scales,
+        numbers, counters, stage + DOWN,
+    )  # fmt: skip
+    return _meet(counters, count, meetings, times, T_DOWN, since)
+
+
+@compiled
 def _run_step(thread, kind, sizes, eps, scale, weights, head, buffers, step, cache, counters, all_times, config):
     """See ``run_step``."""
     kept = np.empty(tiles.CONFIG_BYTES, np.uint8)
@@ -337,21 +362,10 @@ def _run_step(thread, kind, sizes, eps, scale, weights, head, buffers, step, cac
         )  # fmt: skip
         packed = _behind(packed, hidden, width, kind.per_word)
         meetings, since = _meet(counters, count, meetings, times, T_OUTPUT, since)
-        _norm_rows(kind, first, last, hidden, weights.mlp_norm, layer * hidden, eps, x, activations, scales, row)
-        meetings, since = _meet(counters, count, meetings, times, NORM, since)
-        _gated_product(
-            kind, words, num_rows, hidden, packed, buffers.inner, sizes.inner, scales, numbers, counters,
-            stage + GATE_UP,
+        meetings, since = _mlp(
+            kind, first, last, num_rows, layer, sizes, eps, weights.mlp_norm, packed, buffers, row, numbers, counters,
+            meetings, times, since,
         )  # fmt: skip
-        packed = _behind(packed, 2 * sizes.inner, hidden, kind.per_word)
-        meetings, since = _meet(counters, count, meetings, times, T_GATE_UP, since)
-        if quantize_rows(kind, buffers.inner, sizes.inner, activations, scales, first, last):
-            meetings, since = _meet(counters, count, meetings, times, QUANTIZE, since)
-        _product(
-            kind, words_of(kind, buffers.inner, activations), num_rows, sizes.inner, packed, x, hidden, hidden,
-            True, scales, numbers, counters, stage + DOWN,
-        )  # fmt: skip
-        meetings, since = _meet(counters, count, meetings, times, T_DOWN, since)
     if len(head.rows):
         _score(
             thread, kind, sizes, eps, weights.final_norm, head, x, activations, scales, row, numbers, counters,

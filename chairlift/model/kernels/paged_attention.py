@@ -11,7 +11,6 @@ Scores are kept in units of log2, so that 2^x serves as the exponential.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,11 +44,6 @@ SEQUENCE, ROW, NUM_ROWS, POSITION, KV_HEAD, FIRST, LAST, PARTIAL = range(8)
 WHOLE = -1
 # Columns of a merge: first partial result and how many, then query row, number of rows and key/value head.
 MERGE_PARTIAL, MERGE_COUNT, MERGE_ROW, MERGE_NUM_ROWS, MERGE_KV_HEAD = range(5)
-
-
-def _inner(function: Callable[..., None]) -> Any:
-    """Compiles a piece of the kernel."""
-    return compiled(function)
 
 
 class Shape(NamedTuple):
@@ -99,7 +93,7 @@ class Scratch(NamedTuple):
     value_scales: Any
 
 
-@_inner
+@compiled
 def _score(query: Any, q: int, dim: int, keys: Any, k: int, stride: int, scores: Any, s: int) -> None:
     """Scores of four rows against sixteen tokens, whose keys lie side by side at ``k + d * stride``."""
     zero = splat(np.float32(0))
@@ -116,7 +110,7 @@ def _score(query: Any, q: int, dim: int, keys: Any, k: int, stride: int, scores:
     store(scores, s + 3 * SEGMENT, s3)
 
 
-@_inner
+@compiled
 def _score_two(query: Any, q: int, dim: int, keys: Any, k: int, other: int, stride: int, scores: Any, s: int) -> None:
     """The same for twice as many tokens, the second half of whose keys begins at ``other``: sums that do not wait for
     one another keep the processor busy."""
@@ -141,7 +135,7 @@ def _score_two(query: Any, q: int, dim: int, keys: Any, k: int, other: int, stri
     store(scores, s + 3 * SEGMENT + LANES, t3)
 
 
-@_inner
+@compiled
 def _soften(scratch: Any, row: int, size: int, low: int, high: int, scaled: bool) -> None:
     """Turns a row's scores into weights relative to its running maximum. Tokens outside [low, high) weigh nothing.
 
@@ -177,7 +171,7 @@ def _soften(scratch: Any, row: int, size: int, low: int, high: int, scaled: bool
     store(sums, row * LANES, running)
 
 
-@_inner
+@compiled
 def _accumulate(scratch: Any, o: int, values: Any, table: Any, head: int, first: int, last: int, shape: Any) -> None:
     """Adds the weighted values of tokens [first, last) to four rows of the output, 32 columns at a time, or 16."""
     dim, shift = shape.head_dim, shape.block_shift
@@ -214,7 +208,7 @@ def _accumulate(scratch: Any, o: int, values: Any, table: Any, head: int, first:
         store(output, o + 3 * dim + second, p3)
 
 
-@_inner
+@compiled
 def _gather_keys(bits: Any, keys: Any, table: Any, head: int, first: int, last: int, shape: Any) -> None:
     """Copies the keys of tokens [first, last) to ``keys`` as [dim, SEGMENT], where blocks are shorter than a vector."""
     shift = shape.block_shift
@@ -225,7 +219,7 @@ def _gather_keys(bits: Any, keys: Any, table: Any, head: int, first: int, last: 
             keys[d * SEGMENT + token - first] = bits[k + (d << shift)]
 
 
-@_inner
+@compiled
 def _gather_scales(pages: Any, table: Any, head: int, first: int, last: int, shape: Any, scratch: Any) -> None:
     """Copies the scales of tokens [first, last) side by side."""
     shift = shape.block_shift
@@ -236,7 +230,7 @@ def _gather_scales(pages: Any, table: Any, head: int, first: int, last: int, sha
         scratch.value_scales[token - first] = pages.value_scales[place]
 
 
-@_inner
+@compiled
 def fetch(keys: Any, values: Any, table: Any, head: int, first: int, last: int, shape: Any) -> None:
     """Asks for the blocks of tokens [first, last), which lie too far apart for the processor to foresee."""
     size = shape.head_dim << shape.block_shift
@@ -247,14 +241,14 @@ def fetch(keys: Any, values: Any, table: Any, head: int, first: int, last: int, 
             prefetch(values, block + offset)
 
 
-@_inner
+@compiled
 def _key(table: Any, token: int, head: int, shape: Any) -> Any:
     """Where the keys of a token and those behind it in its block begin."""
     block = np.int64(table[token >> shape.block_shift]) * shape.num_kv_heads + head
     return ((block * shape.head_dim) << shape.block_shift) + (token & ((1 << shape.block_shift) - 1))
 
 
-@_inner
+@compiled
 def attend_item(item: Any, pages: Any, table: Any, shape: Any, scratch: Any) -> None:
     """Attends with the rows in ``scratch.query`` to the item's tokens; leaves the state of the softmax in scratch."""
     keys, values, scaled = pages.keys, pages.values, len(pages.key_scales) > 0
@@ -299,7 +293,7 @@ def attend_item(item: Any, pages: Any, table: Any, shape: Any, scratch: Any) -> 
             _accumulate(scratch, row * dim, values, table, head, first, end, shape)
 
 
-@_inner
+@compiled
 def start_item(item: Any, query: Any, stride: int, scale: float, shape: Any, scratch: Any) -> None:
     """Loads the item's query rows, scaled, and clears the state of its softmax."""
     group, dim = shape.num_heads // shape.num_kv_heads, shape.head_dim
@@ -317,7 +311,7 @@ def start_item(item: Any, query: Any, stride: int, scale: float, shape: Any, scr
             store(scratch.output, r * dim + d, zero)
 
 
-@_inner
+@compiled
 def finish_item(item: Any, output: Any, shape: Any, scratch: Any) -> None:
     """Divides by the sums of the weights and writes the rows out."""
     group, dim = shape.num_heads // shape.num_kv_heads, shape.head_dim
@@ -329,7 +323,7 @@ def finish_item(item: Any, output: Any, shape: Any, scratch: Any) -> None:
             store(output, target + d, fma(load(scratch.output, r * dim + d), share, zero))
 
 
-@_inner
+@compiled
 def keep_partial(item: Any, partial: Any, shape: Any, scratch: Any) -> None:
     """Sets the item's unfinished rows aside: per row its output, then its maximum and its sum."""
     dim = shape.head_dim
@@ -341,7 +335,7 @@ def keep_partial(item: Any, partial: Any, shape: Any, scratch: Any) -> None:
         kept[dim + 1] = total(load(scratch.sums, r * LANES))
 
 
-@_inner
+@compiled
 def merge_partials(merge: Any, partial: Any, output: Any, shape: Any) -> None:
     """Merges the partial results of one tile and writes its rows out."""
     group, dim = shape.num_heads // shape.num_kv_heads, shape.head_dim
@@ -363,7 +357,7 @@ def merge_partials(merge: Any, partial: Any, output: Any, shape: Any) -> None:
             store(output, target + d, lanes)
 
 
-@_inner
+@compiled
 def write_token(key: Any, k: int, value: Any, v: int, slot: int, pages: Any, shape: Any, rounded: Any) -> None:
     """Puts one token's keys and values, which begin at ``key[k]`` and ``value[v]``, into their slot.
 
@@ -388,7 +382,7 @@ def write_token(key: Any, k: int, value: Any, v: int, slot: int, pages: Any, sha
         k, v = k + dim, v + dim
 
 
-@_inner
+@compiled
 def make_scratch(keys: Any, shape: Any) -> Any:
     """A thread's working memory."""
     rows, dim = shape.tile, shape.head_dim
@@ -405,14 +399,14 @@ def make_scratch(keys: Any, shape: Any) -> Any:
     )
 
 
-@_inner
+@compiled
 def fetch_first(item: Any, pages: Any, tables: Any, shape: Any) -> None:
     """Asks for the first tokens of an item that is run soon."""
     end = min(item[FIRST] + SEGMENT, item[LAST])
     fetch(pages.keys, pages.values, tables[item[SEQUENCE]], item[KV_HEAD], item[FIRST], end, shape)
 
 
-@_inner
+@compiled
 def run_item(
     item: Any, query: Any, stride: int, scale: float, pages: Any, tables: Any, shape: Any, partial: Any, output: Any,
     scratch: Any,

@@ -50,8 +50,8 @@ _DEPLOYMENT_OPTIONS = (
     click.option(
         "--kv-cache-dtype",
         metavar="NAME",
-        help="Precision of keys and values: bfloat16, float16, float32 or fp8.  [default: the weights', if they have "
-        "two bytes or more, else bfloat16]",
+        help="Precision of keys and values: bfloat16, float16, float32, fp8 or int8 (with a scale for each token and "
+        "head).  [default: the weights', if they have two bytes or more, else bfloat16]",
     ),
     click.option("--max-model-len", type=int, metavar="N", help="Longest sequence in tokens.  [default: the model's]"),
     click.option("--block-size", type=int, default=16, show_default=True, metavar="N", help="Tokens in a KV block."),
@@ -147,7 +147,7 @@ def plan(
 def read_deployment(model: str, options: dict[str, Any]) -> Deployment:
     """The deployment that the flags describe, with the default limits of a step."""
     from chairlift.simulate.catalogue import THIS_MACHINE, find_hardware, find_model
-    from chairlift.simulate.sizes import KV_BYTES, PRECISIONS, Deployment, SizingError
+    from chairlift.simulate.sizes import KV_BYTES, KV_SCALE_BYTES, PRECISIONS, Deployment, SizingError
 
     hardware, shape = find_hardware(options["hardware"]), find_model(model)
     on_cpu = hardware.name == THIS_MACHINE
@@ -169,6 +169,7 @@ def read_deployment(model: str, options: dict[str, Any]) -> Deployment:
         tensor_parallel_size=options["tensor_parallel_size"],
         precision=PRECISIONS[dtype],
         kv_itemsize=KV_BYTES[kv_dtype],
+        kv_scale_bytes=KV_SCALE_BYTES.get(kv_dtype, 0),
         gpu_memory_utilization=share if share is not None else (0.50 if on_cpu else 0.90),
         max_model_len=length if length is not None else shape.max_position_embeddings,
         max_num_seqs=options.get("max_num_seqs") or min(128, budget),

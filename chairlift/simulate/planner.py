@@ -70,6 +70,8 @@ class Plan:
             parts.append(f"--tensor-parallel-size {d.tensor_parallel_size}")
         if d.precision.name in ("bfloat16", "float16", "float32"):
             parts.append(f"--dtype {d.precision.name}")
+        if d.kv_scale_bytes:
+            parts.append("--kv-cache-dtype int8")
         parts += [
             f"--max-model-len {d.max_model_len}",
             f"--gpu-memory-utilization {d.gpu_memory_utilization:g}",
@@ -381,7 +383,12 @@ def _budget_lines(d: Deployment) -> list[Line]:
         ),
         Line(
             "KV bytes per token",
-            f"{m.num_layers} layers × 2 × {d.kv_heads} heads × {m.head_dim} × {d.kv_itemsize} bytes",
+            f"{m.num_layers} layers × 2 × {d.kv_heads} heads × "
+            + (
+                f"({m.head_dim} × {d.kv_itemsize} bytes + a scale of {d.kv_scale_bytes})"
+                if d.kv_scale_bytes
+                else f"{m.head_dim} × {d.kv_itemsize} bytes"
+            ),
             f"{d.kv_bytes_per_token:,}",
         ),
         Line(

@@ -40,7 +40,9 @@ PRECISIONS = {
         Precision("int4", (4 + 32 / 128) / 8),
     )
 }
-KV_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
+KV_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1, "int8": 1}
+KV_SCALE_BYTES = {"int8": 4}
+"""What ``serve --kv-cache-dtype`` keeps for each token and head beside its keys, and beside its values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,7 @@ class Deployment:
         tensor_parallel_size: devices.
         precision: of the weights.
         kv_itemsize: bytes of one number in the KV cache.
+        kv_scale_bytes: of the scale of a token's keys in one head, and of its values.
         gpu_memory_utilization: share of each device's memory to use.
         max_model_len: longest sequence.
         max_num_seqs, max_num_batched_tokens: limits of one step, which bound its activations.
@@ -65,6 +68,7 @@ class Deployment:
     tensor_parallel_size: int = 1
     precision: Precision = PRECISIONS["bfloat16"]
     kv_itemsize: int = 2
+    kv_scale_bytes: int = 0
     gpu_memory_utilization: float = 0.90
     max_model_len: int
     max_num_seqs: int = 128
@@ -135,7 +139,9 @@ class Deployment:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of one token's keys and values over all layers, on each device."""
-        return self.model.num_layers * 2 * self.kv_heads * self.model.head_dim * self.kv_itemsize
+        return (
+            self.model.num_layers * 2 * self.kv_heads * (self.model.head_dim * self.kv_itemsize + self.kv_scale_bytes)
+        )
 
     @property
     def activation_bytes(self) -> int:

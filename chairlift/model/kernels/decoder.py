@@ -294,7 +294,8 @@ def _meet(counters, count, meetings, times, stage, since):
 
 @compiled
 def _mlp(
-    kind, first, last, num_rows, layer, sizes, eps, norm, packed, buffers, row, numbers, counters, meetings, times, since
+    kind, first, last, num_rows, layer, sizes, eps, norm, packed, buffers, row, numbers, counters, meetings, times,
+    since,
 ):  # fmt: skip
     """The MLP of one layer, whose packed weights begin at ``packed``, added to the residual stream."""
     count, hidden, inner = sizes.threads, sizes.hidden, sizes.inner

@@ -32,7 +32,8 @@ GPU_NODES = [Node("10.0.0.1", {"CPU": 8.0, "GPU": 2.0}), Node("10.0.0.2", {"CPU"
         (("--cluster", "http://10.0.0.1:6379"), "--cluster must be ray, or the address"),
     ],
 )
-def test_flags_that_cannot_work_are_refused(arguments: tuple[str, ...], reason: str):
+def test_flags_that_cannot_work_are_refused(arguments: tuple[str, ...], reason: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("chairlift.cli.serve.run_server", lambda *_: None)
     result = CliRunner().invoke(serve, arguments)
     assert isinstance(result.exception, ConfigError)
     assert reason in str(result.exception)

@@ -18,6 +18,7 @@ from chairlift.model.attention.base import AttentionBackend, LayerKVs
 from chairlift.model.attention.cpu import LOG2_E, CpuAttention, CpuMetadata, WorkPlan, bits_of, pages_of
 from chairlift.model.config import ModelConfig
 from chairlift.model.kernels import kinds, tiles
+from chairlift.model.kernels.attention_items import Pages
 from chairlift.model.kernels.by_kind import Packed
 from chairlift.model.kernels.decoder import (
     STAGES,
@@ -29,8 +30,7 @@ from chairlift.model.kernels.decoder import (
     Weights,
     run_step,
 )
-from chairlift.model.kernels.memory import aligned
-from chairlift.model.kernels.paged_attention import Pages
+from chairlift.model.kernels.memory import aligned, for_threads
 from chairlift.model.kernels.products import BLOCK_COLUMNS, BLOCK_ROWS, WORD_BYTES, Words, pack, uses_tiles
 from chairlift.model.kernels.products import unsupported as unsupported_precision
 from chairlift.model.kernels.simd import LANES
@@ -70,6 +70,7 @@ class FusedCausalLM:
         self._kind = _kind(dtype, quantization)
         self._attention = attention
         self._sizes = Sizes(
+            attention=attention.kind,
             num_layers=config.num_layers,
             hidden=config.hidden_size,
             inner=config.intermediate_size,
@@ -144,8 +145,8 @@ class FusedCausalLM:
         self._counters[:] = 0
         self._attention.threads.run(
             run_step, self._kind, sizes, np.float32(self.config.rms_norm_eps),
-            np.float32(self._attention.scale * LOG2_E), self._weights, head, buffers, step, cache, self._counters,
-            self.times, self._config,
+            np.float32(self._attention.scale * LOG2_E), self._weights, head, buffers,
+            self._attention.scratch(cache.keys.dtype), step, cache, self._counters, self.times, self._config,
         )  # fmt: skip
 
     def _head_of(self, rows: npt.NDArray[np.int64]) -> Head:
@@ -207,6 +208,8 @@ class FusedCausalLM:
             inner=aligned(rows * sizes.inner, made, zeros=True),
             activations=aligned(rows * widest, taken, zeros=True),
             scales=aligned(rows, np.float32, zeros=True),
+            row=for_threads(sizes.threads, sizes.hidden, np.float32),
+            numbers=for_threads(sizes.threads, BLOCK_ROWS * BLOCK_COLUMNS, np.float32),
         )
 
     def _pack(self, model: CausalLM) -> Weights:

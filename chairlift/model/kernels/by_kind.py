@@ -15,13 +15,17 @@ from numba.extending import overload
 from chairlift.model.kernels import kinds, products, tiles
 from chairlift.model.kernels.compiling import COMPILED_ONLY
 from chairlift.model.kernels.kinds import in_tiles, is_quantized
+from chairlift.model.kernels.memory import as_words
 from chairlift.model.kernels.products import BLOCK_COLUMNS
 from chairlift.model.kernels.rows import write_row
 from chairlift.model.kernels.simd import LANES, fma, load, load_difference, splat, store
 
 
 class Packed(NamedTuple):
-    """One packed projection: where its first word and its first column lie in the arrays of many."""
+    """One packed projection: where its first word and its first column lie in the memory of many.
+
+    Kernels have pointers there; what is handed to them has arrays.
+    """
 
     words: Any
     scales: Any
@@ -30,7 +34,7 @@ class Packed(NamedTuple):
     first_column: int
 
 
-def begin(kind, config, kept):  # pragma: no cover
+def begin(kind: Any, config: Any, kept: Any) -> None:  # pragma: no cover
     """Sets a thread's tiles up."""
     raise TypeError(COMPILED_ONLY)
 
@@ -49,7 +53,7 @@ def _begin(kind, config, kept):
     return set_up if in_tiles(kind) else nothing
 
 
-def end(kind, kept):  # pragma: no cover
+def end(kind: Any, kept: Any) -> None:  # pragma: no cover
     """Puts a thread's tiles back."""
     raise TypeError(COMPILED_ONLY)
 
@@ -75,10 +79,10 @@ def words_of(kind, made, activations):  # pragma: no cover
 @overload(words_of)
 def _words_of(kind, made, activations):
     def as_made(kind, made, activations):
-        return made.view(np.int32)
+        return as_words(made)
 
     def as_quantized(kind, made, activations):
-        return activations.view(np.int32)
+        return as_words(activations)
 
     return as_quantized if is_quantized(kind) else as_made
 
@@ -113,13 +117,13 @@ def _block_product(kind, a, packed, scales, unit, row, count, width, numbers):
     def plain(kind, a, packed, scales, unit, row, count, width, numbers):
         words = width // kind.per_word
         first = packed.first_word + unit * BLOCK_COLUMNS * words
-        product(kind, a, row * words, words, count, packed.words, first, words, words * LANES, numbers, 0, False)
+        product(kind, a, row * words, words, count, packed.words, first, words, words * LANES, numbers, 0)
 
     def scaled(kind, a, packed, scales, unit, row, count, width, numbers):
         words = width // kind.per_word
         first = packed.first_word + unit * BLOCK_COLUMNS * words
-        integers = numbers.view(np.int32)
-        product(kind, a, row * words, words, count, packed.words, first, words, words * LANES, integers, 0, False)
+        integers = as_words(numbers)
+        product(kind, a, row * words, words, count, packed.words, first, words, words * LANES, integers, 0)
         column = packed.first_column + unit * BLOCK_COLUMNS
         zero = splat(np.float32(0))
         for r in range(count):

@@ -170,15 +170,18 @@ def _product(kind, a, num_rows, width, packed, c, columns, stride, add, scales, 
 @compiled
 def _gated_product(kind, a, num_rows, width, packed, inner, columns, scales, numbers, counters, stage):
     """Sets ``inner`` [rows, columns] to SiLU of the gate times up."""
-    unit = claim(counters, stage)
-    while unit < columns // LANES:
+    units = columns // LANES
+    # Two units fill a cache line of bfloat16, which two threads would take from each other.
+    unit = 2 * claim(counters, stage)
+    while unit < units:
         for first in range(0, num_rows, BLOCK_ROWS):
             count = min(BLOCK_ROWS, num_rows - first)
-            block_product(kind, a, packed, scales, unit, first, count, width, numbers)
-            for row in range(count):
-                gate, up = load(numbers, row * BLOCK_COLUMNS), load(numbers, row * BLOCK_COLUMNS + LANES)
-                store(inner, (first + row) * columns + unit * LANES, gated(gate, up))
-        unit = claim(counters, stage)
+            for u in range(unit, min(unit + 2, units)):
+                block_product(kind, a, packed, scales, u, first, count, width, numbers)
+                for row in range(count):
+                    gate, up = load(numbers, row * BLOCK_COLUMNS), load(numbers, row * BLOCK_COLUMNS + LANES)
+                    store(inner, (first + row) * columns + u * LANES, gated(gate, up))
+        unit = 2 * claim(counters, stage)
 
 
 @compiled

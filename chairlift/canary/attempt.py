@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from chairlift.canary.config import Timeouts
+from chairlift.canary.connection import UpstreamError
 from chairlift.canary.samples import Sample
-from chairlift.canary.upstream import UpstreamError
 
 LONGEST_OVERSLEPT = 0.5
 """Seconds by which the watchdog may wake too late before it is taken that the whole router stood still."""

@@ -15,6 +15,7 @@ from chairlift.canary.attempt import Attempt, ClientStalledError, OverdueError, 
 from chairlift.canary.breaker import Breaker
 from chairlift.canary.client import Client
 from chairlift.canary.config import CanaryConfig
+from chairlift.canary.connection import UpstreamError
 from chairlift.canary.metrics import CanaryMetrics
 from chairlift.canary.relay import Answer, RefusedError, relay_as_is, relay_checked
 from chairlift.canary.request import OVERLOADED, ClientRequest, read_request
@@ -22,7 +23,7 @@ from chairlift.canary.samples import ANSWERED, DROPPED, FAILED, LEFT, Sample, Sa
 from chairlift.canary.shadow import Shadow
 from chairlift.canary.shares import Splitter
 from chairlift.canary.sse import BrokenStreamError
-from chairlift.canary.upstream import Upstream, UpstreamError
+from chairlift.canary.upstream import Upstream
 
 logger = logging.getLogger(__name__)
 

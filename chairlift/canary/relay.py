@@ -10,9 +10,10 @@ from pydantic_core import from_json
 
 from chairlift.canary.attempt import Attempt
 from chairlift.canary.client import Client
+from chairlift.canary.connection import UpstreamError
 from chairlift.canary.request import ClientRequest
 from chairlift.canary.sse import BrokenStreamError, EventStream
-from chairlift.canary.upstream import Reply, UpstreamError
+from chairlift.canary.upstream import Reply
 
 MOST_REFUSAL_BYTES = 1024 * 1024
 MOST_HELD_BYTES = 64 * 1024
@@ -69,7 +70,7 @@ async def relay_checked(
     stream = EventStream(keep_text=keep_text)
     headers = _without_length(reply.headers)
     held = b""
-    async for chunk in reply.chunks():
+    while chunk := await reply.piece():
         now = attempt.heard()
         held += stream.feed(chunk)
         if stream.has_token:
@@ -99,7 +100,7 @@ async def relay_as_is(
     kept: list[bytes] = []
     broken: str | None = None
     await client.start(reply.status, reply.headers, side)
-    async for chunk in reply.chunks():
+    while chunk := await reply.piece():
         now = attempt.heard()
         if stream is None:
             if keep_text:

@@ -28,6 +28,9 @@ USUALLY_WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 NO_BODY_STATUSES = (204, 304)
 LINE_BREAKS = re.compile(r"[\r\n\0]")
 
+Take = Callable[[bytes], bool]
+"""Is called with a piece the moment that it comes. Returns whether it has dealt with it."""
+
 
 class UpstreamError(Exception):
     """No answer, or not the whole of it.
@@ -54,6 +57,7 @@ class Connection(asyncio.Protocol):
     """
 
     _transport: asyncio.Transport
+    _paused: bool
 
     def __init__(self, keep: Callable[[Connection], None]) -> None:
         self.status = 0
@@ -63,6 +67,7 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._parser = HttpResponseParser(self)
         self._waiter: asyncio.Future[None] | None = None
+        self._take: Take | None = None
         self._failure: str | None = None
         self._begin("")
         self._ended = True
@@ -80,25 +85,28 @@ class Connection(asyncio.Protocol):
                 raise UpstreamError(f"no answer: {self._failure}")
             await self._news()
 
-    async def piece(self) -> bytes:
+    async def piece(self, take: Take | None = None) -> bytes:
         """Returns what has come of the body since the last time, or else what comes next; nothing at its end.
+
+        Args:
+            take: gets what comes meanwhile, and only what it does not take is returned. To wake a task for every piece,
+                through all that it awaits, costs more than what is done with the piece.
 
         Raises:
             UpstreamError: it broke off.
+            Exception: of ``take``.
         """
         while not self._pieces:
             if self._ended:
                 return b""
             if self._failure is not None:
                 raise UpstreamError(f"the connection broke: {self._failure}")
+            self._take = take
             await self._news()
-        pieces = self._pieces
-        self._pieces = []
-        self._waiting_bytes = 0
         if self._paused:
             self._paused = False
             self._transport.resume_reading()
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return self._taken_out()
 
     def release(self) -> None:
         """The answer has been read, as far as anybody cares. Unless it came to its end, the server is cut off."""
@@ -120,13 +128,19 @@ class Connection(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._waiting_bytes = 0
 
+    def _taken_out(self) -> bytes:
+        pieces = self._pieces
+        self._pieces = []
+        self._waiting_bytes = 0
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
     async def _news(self) -> None:
         """Waits until something comes, or the connection ends."""
         self._waiter = self._loop.create_future()
         try:
             await self._waiter
         finally:
-            self._waiter = None
+            self._waiter = self._take = None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -158,10 +172,13 @@ class Connection(asyncio.Protocol):
             self._head_bytes += len(data)
             if self._head_bytes > MOST_HEAD_BYTES:
                 self._fail(f"the answer's headers are larger than {MOST_HEAD_BYTES} bytes")
-        elif self._waiting_bytes > MOST_WAITING_BYTES and not self._ended:
+        elif self._pieces and self._take is not None:
+            self._offer(self._take)
+        if self._waiting_bytes > MOST_WAITING_BYTES and not self._ended:
             self._paused = True
             self._transport.pause_reading()
-        self._wake()
+        if self._pieces or self._ended or self._failure is not None or self._take is None:
+            self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is closed."""
@@ -170,6 +187,20 @@ class Connection(asyncio.Protocol):
             self._ended = True
         self._failure = self._failure or (str(exc) if exc else "the server closed the connection")
         self._wake()
+
+    def _offer(self, take: Take) -> None:
+        """Lets whoever waits for a piece take it here and now."""
+        if self._waiter is None or self._waiter.done():
+            return
+        piece = self._taken_out()
+        try:
+            taken = take(piece)
+        except Exception as error:  # of the one who waits
+            self._waiter.set_exception(error)
+            return
+        if not taken:
+            self._pieces = [piece]
+            self._waiting_bytes = len(piece)
 
     # What the parser calls.
 
@@ -221,7 +252,7 @@ class Connections:
 
     def __init__(self, url: str, connect_timeout: float) -> None:
         base = URL(url)
-        self._host, self._port = base.raw_host, base.port
+        self._host, self._port = base.raw_host or "", base.port or 80
         self._host_header = base.raw_authority.rpartition("@")[2]
         self._path = base.raw_path.rstrip("/")
         self._tls = ssl.create_default_context() if base.scheme == "https" else None

@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from chairlift.api.errors import APIError
+from chairlift.api.server import HAS_ROOM
 from chairlift.canary.adapter import AdapterError
 from chairlift.canary.attempt import Attempt, ClientStalledError, OverdueError, RolledBackError, Watchdog
 from chairlift.canary.breaker import Breaker
@@ -65,7 +66,7 @@ class Proxy:
             return
         except ClientDisconnect:
             return
-        client = Client(send, request.request_id)
+        client = Client(send, request.request_id, scope[HAS_ROOM])
         try:
             async with client.watched(receive):
                 await self._answer(request, client)

@@ -12,7 +12,7 @@ from pydantic_core import from_json, to_json
 
 from chairlift.canary.adapter import Adapter, AdapterError, as_events
 from chairlift.canary.config import Timeouts
-from chairlift.canary.connection import Connection, Connections, UpstreamError
+from chairlift.canary.connection import Connection, Connections, Take, UpstreamError
 from chairlift.canary.request import CHAT, COMPLETIONS, HOP_BY_HOP, REQUEST_ID, ClientRequest
 
 NOT_SENT_BACK = frozenset(name.encode() for name in HOP_BY_HOP) | {b"date"}
@@ -36,13 +36,9 @@ class Reply:
     _connection: Connection | None = None
     _body: bytes = b""
 
-    def piece(self) -> Awaitable[bytes]:
-        """Returns what has come of the body since the last time, or else what comes next; nothing at its end.
-
-        Raises:
-            UpstreamError: it broke off.
-        """
-        return self._rest() if self._connection is None else self._connection.piece()
+    def piece(self, take: Take | None = None) -> Awaitable[bytes]:
+        """Returns what comes of the body, as :meth:`chairlift.canary.connection.Connection.piece` does."""
+        return self._rest() if self._connection is None else self._connection.piece(take)
 
     async def _rest(self) -> bytes:
         body, self._body = self._body, b""

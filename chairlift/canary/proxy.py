@@ -112,7 +112,7 @@ class Proxy:
         candidate = self._splitter.is_candidates(session)
         side = "candidate" if candidate else "stable"
         self.assigned[side] += 1
-        self._metrics.assigned.labels(side).inc()
+        self._metrics.assigned[side].inc()
         if self._config.shadow:
             await self._with_copy(request, client, copied=candidate)
         elif not candidate:
@@ -130,7 +130,7 @@ class Proxy:
         if request.repeatable:
             self._redirectable[attempt] = client
         try:
-            async with self.watchdog.watching(attempt), await self._candidate.open(request) as reply:
+            with self.watchdog.watching(attempt), await self._candidate.open(request) as reply:
                 await relay_checked(reply, request, client, attempt, "candidate")
         except RefusedError as refusal:
             await self._after_refusal(request, client, sample, refusal)
@@ -236,7 +236,7 @@ class Proxy:
         return answer
 
     async def _ask_stable(self, request: ClientRequest, client: Client, attempt: Attempt, keep_text: bool) -> Answer:
-        async with self.watchdog.watching(attempt), await self._stable.open(request) as reply:
+        with self.watchdog.watching(attempt), await self._stable.open(request) as reply:
             return await relay_as_is(reply, request, client, attempt, "stable", keep_text=keep_text)
 
     def _begin(self, side: str, counted: bool) -> Sample:

@@ -100,7 +100,7 @@ class Shadow:
 
     async def _ask(self, request: ClientRequest, sample: Sample) -> Answer:
         attempt = Attempt(sample, streams=request.streams)
-        async with self._watchdog.watching(attempt), await self._candidate.open(request) as reply:
+        with self._watchdog.watching(attempt), await self._candidate.open(request) as reply:
             return await relay_checked(reply, request, Nobody(), attempt, "candidate", keep_text=True)
 
     async def _refused(

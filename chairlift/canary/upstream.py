@@ -57,10 +57,10 @@ class Reply:
                 raise UpstreamError(f"the answer is larger than {most} bytes")
         return bytes(body)
 
-    async def __aenter__(self) -> Reply:
+    def __enter__(self) -> Reply:
         return self
 
-    async def __aexit__(
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Closes the connection unless the answer was read to its end, so that the server stops at once."""
@@ -133,7 +133,7 @@ class Upstream:
         path, body = adapter.request(request.path, request.json)
         connection = await self._send("POST", path, _as_json(request), to_json(body))
         headers = [(b"content-type", b"application/json")]
-        async with Reply(connection.status, headers, is_events=False, _connection=connection) as whole:
+        with Reply(connection.status, headers, is_events=False, _connection=connection) as whole:
             content = await whole.read()
         if connection.status != 200:
             return Reply(connection.status, headers, is_events=False, _body=content)

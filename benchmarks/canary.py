@@ -6,8 +6,8 @@ The server is a fake one that sends each token when it is due, and every client 
 again. Both are no more than httptools on a transport, since what they take is taken from the proxy: in real life they
 run on other machines, but here on the same cores. The bare proxy is twenty lines on the usual libraries (aiohttp and
 uvicorn) and does nothing but pass bytes on: what it adds is the price of one more such hop on this machine. The ways
-take turns, each with all clients, so that whatever else the machine does hits all. Client, server and proxy are processes of
-their own on one machine.
+take turns, each with all clients, so that whatever else the machine does hits all. Client, server and proxies are
+processes of their own on one machine.
 """
 
 from __future__ import annotations

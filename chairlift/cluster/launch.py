@@ -49,7 +49,7 @@ def on_cluster(config: EngineConfig, cluster: ClusterConfig, logs: LogConfig) ->
 
 
 def _sharing_memory(config: EngineConfig, replicas: int) -> EngineConfig:
-    """On the CPU, with an equal part of the default share of memory for each of the replicas that are on one node.
+    """On the CPU, with the default share of memory divided by the average number of ``replicas`` per node.
 
     GPUs are not shared; and what the user has set is what each replica gets.
     """

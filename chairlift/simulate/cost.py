@@ -135,7 +135,7 @@ def layer_shape(deployment: Deployment) -> LayerShape:
         ),
         head=(model.hidden_size, model.vocab_size // tp),
         query=query,
-        kv_bytes=2 * key_value * deployment.kv_itemsize,
+        kv_bytes=deployment.kv_bytes_per_token // model.num_layers,
         devices=tp,
         weight_itemsize=deployment.precision.weight_bytes,
         compute=2.0 if deployment.precision.fp8_products else 1.0,

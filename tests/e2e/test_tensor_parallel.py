@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from support.ranks import rank_pids
 from support.server import running_server
 
 from chairlift import SamplingParams
@@ -116,17 +117,12 @@ def test_tokens_are_those_of_one_rank_however_short_memory_is(
     assert (sum(record.cached_tokens for record in records) > 0) == ("prefix" in name)
 
 
-def ranks_of(pid: int) -> list[int]:
-    children = psutil.Process(pid).children(recursive=True)
-    return [child.pid for child in children if "chairlift.execution.rank" in " ".join(child.cmdline())]
-
-
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_a_rank_killed_under_load_ends_the_engine_with_the_cause(tiny_model: Path, tmp_path: Path) -> None:
     arguments = ("--dtype", "float32", "--served-model-name", "tiny", "--attention-backend", "reference")
     with running_server(tmp_path / "steps", str(tiny_model), *arguments, "--tensor-parallel-size", "2") as server:
         engine = server.engine_pid
-        (rank,) = ranks_of(server.process.pid)
+        (rank,) = rank_pids(server.process.pid)
         body = {"model": "tiny", "prompt": [65], "max_tokens": 1000, "ignore_eos": True, "stream": True}
         text = ""
         with httpx.stream("POST", f"{server.api}/completions", json=body, timeout=60) as response:
@@ -143,7 +139,7 @@ def test_a_rank_killed_under_load_ends_the_engine_with_the_cause(tiny_model: Pat
         assert not psutil.pid_exists(rank)
 
         # Nobody is left behind by an engine that is killed, either.
-        (rank,) = ranks_of(server.process.pid)
+        (rank,) = rank_pids(server.process.pid)
         os.kill(server.engine_pid, signal.SIGKILL)
         deadline = time.monotonic() + 10
         while psutil.pid_exists(rank):

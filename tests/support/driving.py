@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from support.checking_executor import EOS, CheckingExecutor
+from support.checking_executor import EOS, CheckingExecutor, continuation
 
 from chairlift import SamplingParams
+from chairlift.scheduling.config import SchedulerConfig
+from chairlift.scheduling.continuous import ContinuousScheduler
 from chairlift.scheduling.kv.manager import KVManager
+from chairlift.scheduling.kv.prefix_cache import PrefixCache
 from chairlift.scheduling.plan import SequenceDelta, StepPlan
 from chairlift.scheduling.request import Request
 from chairlift.scheduling.scheduler import Scheduler
@@ -33,11 +36,18 @@ class Driver:
     """A scheduler, a checking executor, and everything that came out of them."""
 
     def __init__(
-        self, make: Callable[[KVManager], Scheduler], *, num_blocks: int = 1000, block_size: int = 4, **executor
+        self,
+        make: Callable[[KVManager], Scheduler],
+        *,
+        num_blocks: int = 1000,
+        block_size: int = 4,
+        num_host_blocks: int = 0,
+        caching: bool = False,
     ) -> None:
-        self.kv = KVManager(num_blocks, block_size)
+        cache = PrefixCache(num_blocks, block_size, salt=b"test") if caching else None
+        self.kv = KVManager(num_blocks, block_size, num_host_blocks=num_host_blocks, prefix_cache=cache)
         self.scheduler = make(self.kv)
-        self.executor = CheckingExecutor(num_blocks, block_size, **executor)
+        self.executor = CheckingExecutor(num_blocks, block_size, num_host_blocks=num_host_blocks)
         self.now = 0.0
         self.plans: list[StepPlan] = []
         self.deltas: list[SequenceDelta] = []
@@ -73,3 +83,23 @@ class Driver:
     def planned(self, plan: StepPlan) -> dict[str, int]:
         """Rows of each sequence in a step."""
         return {chunk.request_id: len(chunk.token_ids) for chunk in plan.chunks}
+
+
+def memory_driver(
+    num_blocks: int = 1000, *, budget: int = 64, max_num_seqs: int = 8, host: int = 0, caching: bool = True, **config
+) -> Driver:
+    """One of continuous batching, over so many blocks of four tokens on the device and on the host."""
+    limits = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **config)
+    return Driver(
+        lambda kv: ContinuousScheduler(limits, kv, 4096),
+        num_blocks=num_blocks,
+        num_host_blocks=host,
+        caching=caching,
+    )
+
+
+def assert_right_tokens(driver: Driver, *requests: Request) -> None:
+    """That each request, none of which ended early, was answered what it would have been alone."""
+    for r in requests:
+        prompt = r.token_ids[: r.num_prompt_tokens]
+        assert driver.tokens[r.request_id] == continuation(prompt, r.params.seed, r.params.max_tokens, ())

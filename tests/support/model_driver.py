@@ -38,6 +38,7 @@ def generate(
     chunk: int = 7,
     block_size: int = 4,
     attention: AttentionBackend[Any] | None = None,
+    int8_cache: bool = False,
 ) -> list[Generation]:
     """Runs all prompts together, the i-th from step i on, so that steps mix chunks of prompts with decoding rows."""
     config, weight = model.config, model.embedding
@@ -49,10 +50,12 @@ def generate(
         for i, prompt in enumerate(prompts)
     ]
     shape = (config.num_layers, num_blocks, config.num_kv_heads)
-    kv_caches = LayerKVs(
-        weight.new_full((*shape, config.head_dim, block_size), float("nan")),
-        weight.new_full((*shape, block_size, config.head_dim), float("nan")),
-    )
+    shapes = (*shape, config.head_dim, block_size), (*shape, block_size, config.head_dim)
+    if int8_cache:
+        scales = (torch.full((*shape, block_size), float("nan"), device=weight.device) for _ in range(2))
+        kv_caches = LayerKVs(*(weight.new_full(s, 127, dtype=torch.int8) for s in shapes), *scales)
+    else:
+        kv_caches = LayerKVs(*(weight.new_full(s, float("nan")) for s in shapes))
     if attention is None:
         attention = ReferenceAttention(
             num_heads=config.num_heads,

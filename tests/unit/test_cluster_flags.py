@@ -25,16 +25,33 @@ GPU_NODES = [Node("10.0.0.1", {"CPU": 8.0, "GPU": 2.0}), Node("10.0.0.2", {"CPU"
         (("--replicas", "0"), "--replicas must be from 1 to 1024, got 0"),
         (("--replicas", "-1", "--cluster", "ray"), "--replicas must be from 1 to 1024, got -1"),
         (("--routing", "least-load"), "--routing chooses between replicas, and needs --cluster ray"),
+        (("--admin-key", "x"), "--admin-key opens POST /scale, which is there with --cluster ray only; leave it out"),
         (("--cluster", "ray", "--admin-key", ""), "--admin-key must not be empty"),
         (("--cluster", "10.0.0.1"), "--cluster must be ray, or the address"),
         (("--cluster", "ray://"), "--cluster must be ray, or the address"),
         (("--cluster", "http://10.0.0.1:6379"), "--cluster must be ray, or the address"),
     ],
 )
-def test_flags_that_cannot_work_are_refused(arguments: tuple[str, ...], reason: str):
+def test_flags_that_cannot_work_are_refused(arguments: tuple[str, ...], reason: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("chairlift.cli.serve.run_server", lambda *_: None)
     result = CliRunner().invoke(serve, arguments)
     assert isinstance(result.exception, ConfigError)
     assert reason in str(result.exception)
+
+
+def test_an_admin_key_of_the_environment_may_be_another_servers(monkeypatch: pytest.MonkeyPatch):
+    started: list[ClusterConfig | None] = []
+    monkeypatch.setattr("chairlift.cli.serve.run_server", lambda *arguments: started.append(arguments[-1]))
+    environment = {"CHAIRLIFT_ADMIN_KEY": "x"}
+    result = CliRunner().invoke(serve, [], env=environment)
+    assert result.exception is None, result.exception
+    assert started == [None]
+    result = CliRunner().invoke(serve, ["--admin-key", "x"], env=environment)
+    assert isinstance(result.exception, ConfigError), "the flag is meant for this one, whatever the environment has"
+    monkeypatch.setattr(nodes, "check_installed", lambda: None)
+    result = CliRunner().invoke(serve, ["--cluster", "ray"], env=environment)
+    assert result.exception is None, result.exception
+    assert started == [None, ClusterConfig(cluster="ray", admin_key="x")]
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):

@@ -8,15 +8,15 @@ import queue
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import torch
 from support.executing import generate
+from support.ranks import enough_cores, rank_config, rank_pids
 from support.tiny_model import save_tiny_model
 
-from chairlift.config import ConfigError, EngineConfig
+from chairlift.config import ConfigError
 from chairlift.execution import other_ranks, tensor_parallel
 from chairlift.execution.local import LocalExecutor
 from chairlift.execution.other_ranks import OtherRanks, RankError
@@ -34,46 +34,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cores() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_parallel, "available_cores", lambda: 4)
+def _cores() -> Iterator[None]:
+    with enough_cores():
         yield
-
-
-def config(model: Path, **settings: Any) -> EngineConfig:
-    defaults: dict[str, Any] = {
-        "dtype": "float32",
-        "device": "cpu",
-        "max_num_seqs": 8,
-        "max_model_len": 128,
-        "swap_space": 0.01,
-        # Nothing to compile.
-        "attention_backend": "reference",
-    }
-    return EngineConfig(model=str(model), **{**defaults, **settings})
-
-
-def rank_pids() -> list[int]:
-    children = psutil.Process().children(recursive=True)
-    return [child.pid for child in children if "chairlift.execution.rank" in " ".join(child.cmdline())]
 
 
 def test_memory_is_shared_by_all_ranks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"kv_cache_memory_bytes": 20 * 512 * 16 + 100, "max_model_len": 300, "swap_space": 7 * 512 * 16 / 2**30}
-    assert LocalExecutor(config(model, num_threads=1, **settings)).capacity().num_blocks == 20
-    started = TensorParallelExecutor(config(model, tensor_parallel_size=2, **settings))
+    assert LocalExecutor(rank_config(model, num_threads=1, **settings)).capacity().num_blocks == 20
+    started = TensorParallelExecutor(rank_config(model, tensor_parallel_size=2, **settings))
     assert (started.capacity().num_blocks, started.capacity().num_host_blocks) == (20, 7)
     started.close()
     monkeypatch.setattr(tensor_parallel, "available_host_memory", lambda: 10 * 2**20)
     with pytest.raises(ConfigError, match=r"5% of 10\.4 MiB on the CPU, less 0\.4 MiB .*raise --gpu-memory-util"):
-        TensorParallelExecutor(config(model, tensor_parallel_size=2, gpu_memory_utilization=0.05))
+        TensorParallelExecutor(rank_config(model, tensor_parallel_size=2, gpu_memory_utilization=0.05))
     assert not rank_pids()
     assert not torch.distributed.is_initialized()
 
 
 def test_a_rank_that_is_killed_is_noticed_at_once(model: Path) -> None:
     told: queue.Queue[RankError] = queue.Queue()
-    executor = TensorParallelExecutor(config(model, tensor_parallel_size=2), told.put)
+    executor = TensorParallelExecutor(rank_config(model, tensor_parallel_size=2), told.put)
     (pid,) = rank_pids()
     os.kill(pid, signal.SIGKILL)
     message = "rank 1 of 2 ended: killed by signal 9 (SIGKILL)"
@@ -90,7 +71,7 @@ def test_a_rank_that_is_killed_is_noticed_at_once(model: Path) -> None:
 
 def test_a_rank_that_raises_says_so_and_where(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     told: queue.Queue[RankError] = queue.Queue()
-    executor = TensorParallelExecutor(config(model, tensor_parallel_size=2, swap_space=0.0), told.put)
+    executor = TensorParallelExecutor(rank_config(model, tensor_parallel_size=2, swap_space=0.0), told.put)
     executor._others.send(StepPlan(7, [], RowCounts(), swap_out=[(0, 0)]))  # to them alone
     assert str(told.get(timeout=30)) == ("rank 1 of 2 ended: RuntimeError: step 7 swaps, but there is no swap space")
     executor.close()
@@ -101,7 +82,7 @@ def test_a_rank_that_raises_says_so_and_where(model: Path, caplog: pytest.LogCap
 
 def test_a_rank_that_hangs_is_named(model: Path) -> None:
     told: queue.Queue[RankError] = queue.Queue()
-    executor = TensorParallelExecutor(config(model, tensor_parallel_size=3, step_timeout=4.0), told.put)
+    executor = TensorParallelExecutor(rank_config(model, tensor_parallel_size=3, step_timeout=4.0), told.put)
     expected = generate(executor, PROMPTS, 2)
     assert generate(executor, PROMPTS, 2) == expected
     hanging = rank_pids()[1]
@@ -149,5 +130,5 @@ def test_a_rank_that_cannot_begin(
         monkeypatch.setattr(OtherRanks, "assign", assign_late)
     before = psutil.Process().children(recursive=True)
     with pytest.raises(error, match=message):
-        TensorParallelExecutor(config(model, tensor_parallel_size=2))
+        TensorParallelExecutor(rank_config(model, tensor_parallel_size=2))
     assert psutil.Process().children(recursive=True) == before

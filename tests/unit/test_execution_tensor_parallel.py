@@ -14,9 +14,10 @@ import psutil
 import pytest
 import torch
 from support.executing import generate, with_seeds
+from support.ranks import enough_cores, rank_config, rank_pids
 from support.tiny_model import save_tiny_model
 
-from chairlift.config import ConfigError, EngineConfig
+from chairlift.config import ConfigError
 from chairlift.execution import tensor_parallel
 from chairlift.execution.local import LocalExecutor
 from chairlift.execution.setup import Setup
@@ -27,8 +28,6 @@ from chairlift.scheduling.sampling_params import SamplingParams
 PROMPTS = [[(7 * i * i + 3 * i + n) % 256 for i in range(n)] for n in (1, 5, 16, 33, 70)]
 NUM_TOKENS = 8
 GREEDY = SamplingParams(temperature=0, seed=0)
-# More ranks than cores are refused, and here may be two.
-CORES = 4
 
 
 @pytest.fixture(scope="module")
@@ -39,35 +38,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cores() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_parallel, "available_cores", lambda: CORES)
+def _cores() -> Iterator[None]:
+    with enough_cores():
         yield
-
-
-def config(model: Path, **settings: Any) -> EngineConfig:
-    defaults: dict[str, Any] = {
-        "dtype": "float32",
-        "device": "cpu",
-        "max_num_seqs": 8,
-        "max_model_len": 128,
-        "swap_space": 0.01,
-        # Nothing to compile.
-        "attention_backend": "reference",
-    }
-    return EngineConfig(model=str(model), **{**defaults, **settings})
 
 
 @pytest.fixture(scope="module")
 def one(model: Path) -> Iterator[LocalExecutor]:
-    executor = LocalExecutor(config(model, num_threads=1))
+    executor = LocalExecutor(rank_config(model, num_threads=1))
     yield executor
     executor.close()
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def several(model: Path, request: pytest.FixtureRequest) -> Iterator[TensorParallelExecutor]:
-    executor = TensorParallelExecutor(config(model, tensor_parallel_size=request.param))
+    executor = TensorParallelExecutor(rank_config(model, tensor_parallel_size=request.param))
     yield executor
     pids = rank_pids()
     assert len(pids) == request.param - 1
@@ -76,11 +61,6 @@ def several(model: Path, request: pytest.FixtureRequest) -> Iterator[TensorParal
     assert not any(psutil.pid_exists(pid) for pid in pids)
     with pytest.raises(RuntimeError, match="closed"):
         executor.execute(StepPlan(0, [], RowCounts()))
-
-
-def rank_pids() -> list[int]:
-    children = psutil.Process().children(recursive=True)
-    return [child.pid for child in children if "chairlift.execution.rank" in " ".join(child.cmdline())]
 
 
 def test_same_tokens_however_batched(one: LocalExecutor, several: TensorParallelExecutor) -> None:
@@ -169,7 +149,7 @@ def test_each_rank_holds_its_part(one: LocalExecutor, several: TensorParallelExe
 def test_there_is_one_in_a_process(model: Path, one: LocalExecutor, several: TensorParallelExecutor) -> None:
     before = rank_pids()
     with pytest.raises(ConfigError, match=r"is in a torch\.distributed group already"):
-        TensorParallelExecutor(config(model, tensor_parallel_size=2))
+        TensorParallelExecutor(rank_config(model, tensor_parallel_size=2))
     assert rank_pids() == before
     assert generate(several, PROMPTS[:2], 2) == generate(one, PROMPTS[:2], 2)
 
@@ -189,12 +169,12 @@ def test_sizes_that_cannot_work(
         monkeypatch.setattr(tensor_parallel, "available_cores", lambda: cores)
     before = rank_pids()
     with pytest.raises(ConfigError, match=f"--tensor-parallel-size {message}"):
-        TensorParallelExecutor(config(model, **settings))
+        TensorParallelExecutor(rank_config(model, **settings))
     assert rank_pids() == before
 
 
 def test_gpus_that_are_missing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = replace(Setup.of(config(model)), device=torch.device("cuda", 0))
+    setup = replace(Setup.of(rank_config(model)), device=torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match="--tensor-parallel-size 2 needs as many GPUs, and torch sees 1 here; use 1"):
         tensor_parallel._threads(setup, 2)
@@ -203,7 +183,7 @@ def test_gpus_that_are_missing(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_threads_are_divided(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = Setup.of(config(model))
+    setup = Setup.of(rank_config(model))
     monkeypatch.setattr(tensor_parallel, "available_cores", lambda: 7)
     assert sorted(tensor_parallel._threads(setup, 3)) == [2, 2, 3]
     assert tensor_parallel._threads(setup, 7) == [1] * 7

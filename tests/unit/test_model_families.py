@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from support.model_driver import generate
+from support.random_model import load, one_thread, random_model
 
 from chairlift.model.config import read_config
 from chairlift.model.registry import load_model
@@ -39,12 +40,9 @@ LONG = {"short_factor": [1.0, 1.1, 1.3, 1.6], "long_factor": [1.0, 2.0, 4.0, 7.0
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that share such small tensors only wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 def rope(kind: str, theta: float = 10000.0, **parameters: Any) -> dict[str, Any]:
@@ -105,15 +103,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def make_reference(config: Any) -> transformers.PreTrainedModel:
-    """A model whose every number is random, biases and norms too: none may be left out unnoticed."""
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-            else:
-                parameter.normal_(std=0.3)
+    model = random_model(config, std=0.3)
     model.generation_config.eos_token_id = None  # so that it always generates as many tokens as it is asked for
     return model.eval()
 
@@ -140,10 +130,8 @@ def reference_generation(
 
 
 def assert_equal_to(reference: transformers.PreTrainedModel, path: Path) -> None:
-    source = resolve(str(path))
-    model = load_model(source, read_config(source), dtype=torch.float32, device=CPU)
     prompts = make_prompts()
-    for prompt, ours in zip(prompts, generate(model, prompts, NUM_TOKENS), strict=True):
+    for prompt, ours in zip(prompts, generate(load(path), prompts, NUM_TOKENS), strict=True):
         tokens, logits = reference_generation(reference, prompt, NUM_TOKENS)
         torch.testing.assert_close(torch.stack(ours.logits), logits, atol=2e-4, rtol=1e-4)
         assert ours.generated == tokens

@@ -10,27 +10,15 @@ import pytest
 import torch
 import transformers
 from support.model_driver import generate
+from support.random_model import SIZES, cpu_attention, load, one_thread, random_model
 
 from chairlift.model import fused as fused_module
-from chairlift.model.attention.cpu import CpuAttention
-from chairlift.model.config import read_config
 from chairlift.model.fused import FusedCausalLM, unsupported
 from chairlift.model.llama import CausalLM
-from chairlift.model.registry import load_model
 from chairlift.model.smoothing import Rotation, smooth
-from chairlift.model.source import resolve
 
 PROMPTS = [[5, 3, 80], [(7 * i) % 90 for i in range(40)]]
 NUM_TOKENS = 4
-BASE = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, {}),
     "llama-tied": (transformers.LlamaConfig, {"tie_word_embeddings": True}),
@@ -44,26 +32,14 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with one_thread():
+        yield
 
 
 def make(directory: Path, family: str = "llama", dtype: torch.dtype = torch.float32) -> CausalLM:
-    """A model whose every number is random, biases and norms too."""
     kind, changes = FAMILIES[family]
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(kind(**BASE | changes), dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-            else:
-                parameter.normal_(std=0.2)
-    model.save_pretrained(directory)
-    source = resolve(str(directory), None)
-    return load_model(source, read_config(source), dtype=dtype, device=torch.device("cpu"))
+    random_model(kind(**SIZES | changes)).save_pretrained(directory)
+    return load(directory, dtype)
 
 
 def logits(model: CausalLM) -> torch.Tensor:
@@ -120,34 +96,23 @@ def test_a_model_of_nonsense_is_left_to_its_first_step(tmp_path: Path) -> None:
     assert logits(model).isnan().all()
 
 
-def backend(model: CausalLM) -> CpuAttention:
-    config = model.config
-    return CpuAttention(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=16,
-        dtype=torch.float32,
-    )
-
-
-OUTLIERS = [3, 17, 40]
+OUTLIERS, LARGER = [3, 17, 40], 100
 
 
 def residual_outliers(model: CausalLM) -> None:
     """Some channels of the residual stream that are far larger than the others, and read with weights far smaller."""
-    model.embedding.data[:, OUTLIERS] *= 30
+    model.embedding.data[:, OUTLIERS] *= LARGER
     for layer in model.layers:
         for reader in (layer.attention.qkv, layer.gate_up):
-            reader.weight.data[:, OUTLIERS] /= 30
-    model.head.weight.data[:, OUTLIERS] /= 30
+            reader.weight.data[:, OUTLIERS] /= LARGER
+    model.head.weight.data[:, OUTLIERS] /= LARGER
 
 
 def inner_outliers(model: CausalLM) -> None:
     """The same for what lies between up and down, where it changes nothing in exact arithmetic."""
     for layer in model.layers:
-        layer.gate_up.weight.data[[128 + channel for channel in OUTLIERS]] *= 100
-        layer.down.weight.data[:, OUTLIERS] /= 100
+        layer.gate_up.weight.data[[128 + channel for channel in OUTLIERS]] *= LARGER
+        layer.down.weight.data[:, OUTLIERS] /= LARGER
 
 
 def int8_error(directory: Path, plant: Callable[[CausalLM], None]) -> float:
@@ -155,7 +120,7 @@ def int8_error(directory: Path, plant: Callable[[CausalLM], None]) -> float:
     model = make(directory)
     plant(model)
     exact = generate(model, PROMPTS, 1)
-    attention = backend(model)
+    attention = cpu_attention(model)
     near = generate(FusedCausalLM(model, attention, "int8"), PROMPTS, 1, block_size=16, attention=attention)
     wanted, got = (torch.stack([run.logits[0] for run in runs]) for runs in (exact, near))
     return float((got - wanted).norm() / wanted.norm())
@@ -176,4 +141,4 @@ def test_outliers_cost_int8_a_fraction_of_what_they_did(
 def test_other_precisions_keep_their_weights(tmp_path: Path) -> None:
     model = make(tmp_path)
     before = model.embedding.clone()
-    assert torch.equal(FusedCausalLM(model, backend(model)).embedding, before)
+    assert torch.equal(FusedCausalLM(model, cpu_attention(model)).embedding, before)

@@ -9,7 +9,6 @@ from support.driving import Driver, request
 from chairlift.scheduling.config import SchedulerConfig
 from chairlift.scheduling.continuous import ContinuousScheduler
 from chairlift.scheduling.kv.manager import KVManager
-from chairlift.scheduling.kv.prefix_cache import PrefixCache
 from chairlift.scheduling.plan import StepPlan, StepResult, TokenLogprob
 from chairlift.scheduling.request import Request
 from chairlift.scheduling.sampling_params import SamplingParams
@@ -54,11 +53,7 @@ def expected(r: Request) -> list[TokenLogprob]:
 
 
 def drive(make, *requests: Request, num_blocks: int = 1000, host: int = 0, caching: bool = False) -> Driver:
-    driver = Driver(make, num_blocks=num_blocks, block_size=4, num_host_blocks=host)
-    if caching or host:
-        cache = PrefixCache(num_blocks, 4, salt=b"") if caching else None
-        driver.kv = KVManager(num_blocks, 4, num_host_blocks=host, prefix_cache=cache)
-        driver.scheduler = make(driver.kv)
+    driver = Driver(make, num_blocks=num_blocks, num_host_blocks=host, caching=caching)
     driver.executor = ScoringExecutor(num_blocks, 4, num_host_blocks=host)
     driver.add(*requests)
     driver.run()

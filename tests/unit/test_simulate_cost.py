@@ -23,7 +23,7 @@ from chairlift.scheduling.work import StepWork, step_work
 from chairlift.simulate import validation
 from chairlift.simulate.calibrate import StepTimer, _logged_step, fit_step_log
 from chairlift.simulate.catalogue import HARDWARE, MODELS
-from chairlift.simulate.cost import engine_coefficients, engine_names, roofline
+from chairlift.simulate.cost import engine_coefficients, engine_names, layer_shape, roofline
 from chairlift.simulate.executor import SimulatedExecutor
 from chairlift.simulate.measured import TERMS, fit_cost, load_cost, non_negative_least_squares
 from chairlift.simulate.sizes import PRECISIONS, Deployment
@@ -118,6 +118,12 @@ def test_quantized_weights_do_not_speed_up_a_prefill_but_fp8_products_do():
     )
     assert int8 == pytest.approx(whole, rel=0.05)
     assert fp8 < 0.85 * whole
+
+
+def test_a_step_reads_the_scales_of_an_int8_cache_too():
+    shapes = [layer_shape(deployment(kv_itemsize=1, kv_scale_bytes=scale)) for scale in (0, 4)]
+    assert [shape.kv_bytes for shape in shapes] == [2 * 40 * 128, 2 * 40 * (128 + 4)]
+    assert [shape.kv_block_bytes for shape in shapes] == [40 * 16 * shape.kv_bytes for shape in shapes]
 
 
 def test_an_unknown_engine_is_refused():

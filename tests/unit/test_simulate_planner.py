@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -183,6 +184,34 @@ def test_the_arithmetic_is_shown_and_adds_up(tmp_path):
     assert document["command"].startswith("chairlift serve codellama-13b --tensor-parallel-size 2 --dtype bfloat16 ")
     assert document["command"].endswith("--swap-space 16")
     assert str(document["max_num_seqs"]["safe"]) in document["command"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "bytes_per_token", "arithmetic", "flag"),
+    [
+        ([], 131_072, "32 layers × 2 × 8 heads × 128 × 2 bytes", False),
+        (["--kv-cache-dtype", "bfloat16"], 131_072, "32 layers × 2 × 8 heads × 128 × 2 bytes", False),
+        (["--kv-cache-dtype", "fp8"], 65_536, "32 layers × 2 × 8 heads × 128 × 1 bytes", False),
+        (["--kv-cache-dtype", "int8"], 67_584, "32 layers × 2 × 8 heads × (128 × 1 bytes + a scale of 4)", True),
+        # The cache's precision is not the weights': these have two bytes in it unless it is asked for.
+        (["--dtype", "int8"], 131_072, "32 layers × 2 × 8 heads × 128 × 2 bytes", False),
+    ],
+)
+def test_an_int8_cache_is_counted_with_its_scales_and_asked_for(
+    arguments: list[str], bytes_per_token: int, arithmetic: str, flag: bool, tmp_path
+):
+    target = tmp_path / "plan.json"
+    command = ["llama-3-8b", "--max-model-len", "4096", "--explain", "--json", str(target), *arguments]
+    result = CliRunner().invoke(plan_command, command)
+    assert result.exit_code == 0, result.output
+    assert re.search(
+        rf"^KV bytes per token +=.* {re.escape(arithmetic)}\n +=.* {bytes_per_token:,}$", result.stdout, re.M
+    )
+    document = json.loads(target.read_text())
+    assert document["per_device"]["kv_bytes_per_token"] == bytes_per_token
+    assert ("--kv-cache-dtype int8 " in document["command"]) is flag
+    assert ("--kv-cache-dtype" in document["command"]) is flag
+    assert document["command"] in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from chairlift.config import ConfigError
 from chairlift.model.source import ModelError
 from chairlift.simulate.catalogue import HARDWARE, MODELS, find_hardware, find_model
 from chairlift.simulate.lengths import Lengths, draw_lengths
-from chairlift.simulate.sizes import PRECISIONS, Deployment
+from chairlift.simulate.sizes import KV_BYTES, KV_SCALE_BYTES, PRECISIONS, Deployment
 
 A100 = HARDWARE["a100-80g"]
 
@@ -52,6 +52,16 @@ def test_bytes_of_keys_and_values():
     assert deployment("llama-3-8b").kv_bytes_per_token == 32 * 2 * 8 * 128 * 2
     assert deployment("llama-2-70b", tensor_parallel_size=4).kv_bytes_per_token == 80 * 2 * 2 * 128 * 2
     assert deployment("llama-3-8b", kv_itemsize=1).kv_bytes_per_token == 65536
+
+
+def test_an_int8_cache_has_a_scale_for_each_token_and_head():
+    int8 = {"kv_itemsize": KV_BYTES["int8"], "kv_scale_bytes": KV_SCALE_BYTES["int8"]}
+    one = deployment("llama-3-8b", **int8)
+    assert one.kv_bytes_per_token == 32 * 2 * 8 * (128 + 4) == 67_584
+    assert deployment("llama-3-8b", tensor_parallel_size=2, **int8).kv_bytes_per_token == 67_584 // 2
+    assert one.num_blocks == one.kv_budget // (16 * 67_584)
+    assert deployment("llama-3-8b", swap_space=1.0, **int8).num_host_blocks == 2**30 // (16 * 67_584)
+    assert set(KV_SCALE_BYTES) == {"int8"}, "the other precisions have none"
 
 
 def test_devices_share_the_matrices_and_the_heads():

@@ -51,6 +51,7 @@ class Attempt:
         self._task = asyncio.current_task()
         assert self._task is not None  # noqa: S101 - it is what runs this
         self._cancelling = self._task.cancelling()
+        self._cause = None  # of an earlier try
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -158,11 +158,24 @@ def test_answers_without_a_body(run):
             b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n",
             "no answer: the server changes",
         ),
+        (OK + b"a: \x01\r\n\r\n", "no answer: the answer is no HTTP"),
+        (OK + b"a b: c\r\n\r\n", "no answer: the answer is no HTTP"),
         (OK + b"content-length: 3\r\n\r\nok", "the connection broke: the server closed the connection"),
         (OK + b"transfer-encoding: chunked\r\n\r\n1\r\no\r\n", "the connection broke: the server closed"),
         (OK + b"transfer-encoding: chunked\r\n\r\n1\r\no\r\nzz\r\n", "the connection broke: the answer is no HTTP"),
     ],
-    ids=["silence", "half_a_head", "no_http", "large_head", "upgrade", "short", "no_last_chunk", "bad_chunk"],
+    ids=[
+        "silence",
+        "half_a_head",
+        "no_http",
+        "large_head",
+        "upgrade",
+        "bad_value",
+        "bad_name",
+        "short",
+        "no_last_chunk",
+        "bad_chunk",
+    ],
 )
 def test_answers_that_are_none(run, answer: bytes, message: str):
     async def check(connections: Connections, server: Server) -> None:

@@ -29,6 +29,7 @@ from chairlift.model.kernels.decoder import (
     Weights,
     run_step,
 )
+from chairlift.model.kernels.memory import aligned
 from chairlift.model.kernels.paged_attention import Pages
 from chairlift.model.kernels.products import BLOCK_COLUMNS, BLOCK_ROWS, WORD_BYTES, Words, pack, uses_tiles
 from chairlift.model.kernels.products import unsupported as unsupported_precision
@@ -153,7 +154,7 @@ class FusedCausalLM:
         stride = columns + BLOCK_COLUMNS
         if len(rows) * stride > len(self._logits):
             # Pages that are given back and taken anew at every step would cost as much as the product.
-            self._logits = np.empty(_whole_blocks(len(rows)) * stride, np.float32)
+            self._logits = aligned(_whole_blocks(len(rows)) * stride, np.float32)
         return Head(self._packed_head, rows, self._logits, columns, stride)
 
     def _scores(self, head: Head) -> Tensor:
@@ -200,12 +201,12 @@ class FusedCausalLM:
         attended = sizes.num_heads * sizes.head_dim
         widest = max(sizes.hidden, attended, sizes.inner)
         return Buffers(
-            x=np.zeros(rows * sizes.hidden, np.float32),
-            qkv=np.zeros(rows * sizes.qkv, np.float32),
-            attended=np.zeros(rows * attended, made),
-            inner=np.zeros(rows * sizes.inner, made),
-            activations=np.zeros(rows * widest, taken),
-            scales=np.zeros(rows, np.float32),
+            x=aligned(rows * sizes.hidden, np.float32, zeros=True),
+            qkv=aligned(rows * sizes.qkv, np.float32, zeros=True),
+            attended=aligned(rows * attended, made, zeros=True),
+            inner=aligned(rows * sizes.inner, made, zeros=True),
+            activations=aligned(rows * widest, taken, zeros=True),
+            scales=aligned(rows, np.float32, zeros=True),
         )
 
     def _pack(self, model: CausalLM) -> Weights:
@@ -282,7 +283,7 @@ def _pack(projections: Sequence[Linear], quantized: bool, *, keep: bool = False)
     columns = [_filled(len(projection.weight)) for projection in projections]
     itemsize = 1 if quantized else projections[0].weight.dtype.itemsize
     widths = [projection.weight.shape[1] for projection in projections]
-    words = np.empty(sum(n * k for n, k in zip(columns, widths, strict=True)) * itemsize // WORD_BYTES, np.int32)
+    words = aligned(sum(n * k for n, k in zip(columns, widths, strict=True)) * itemsize // WORD_BYTES, np.int32)
     scales = np.zeros(sum(columns) if quantized else 0, np.float32)
     offsets = np.zeros(sum(columns) if quantized else 0, np.int32)
     word = column = 0

@@ -22,8 +22,9 @@ import numpy as np
 from numba import njit
 
 from chairlift.model.kernels import tiles
-from chairlift.model.kernels.by_kind import Packed, begin, end, quantize_rows, unit_product, words_of
+from chairlift.model.kernels.by_kind import Packed, begin, block_product, end, quantize_rows, words_of
 from chairlift.model.kernels.compiling import SOURCE_DIGEST, compiled
+from chairlift.model.kernels.memory import aligned_floats
 from chairlift.model.kernels.paged_attention import (
     Pages,
     Shape,
@@ -138,14 +139,16 @@ def _product(kind, a, num_rows, width, packed, c, columns, stride, add, scales, 
     one = splat(np.float32(1))
     unit = claim(counters, stage)
     while unit < columns // BLOCK_COLUMNS:
-        unit_product(kind, a, packed, scales, unit, num_rows, width, numbers)
-        for row in range(num_rows):
-            for i in range(0, BLOCK_COLUMNS, LANES):
-                place = row * stride + unit * BLOCK_COLUMNS + i
-                lanes = load(numbers, row * BLOCK_COLUMNS + i)
-                if add:
-                    lanes = fma(load(c, place), one, lanes)
-                store(c, place, lanes)
+        for first in range(0, num_rows, BLOCK_ROWS):
+            count = min(BLOCK_ROWS, num_rows - first)
+            block_product(kind, a, packed, scales, unit, first, count, width, numbers)
+            for row in range(count):
+                for i in range(0, BLOCK_COLUMNS, LANES):
+                    place = (first + row) * stride + unit * BLOCK_COLUMNS + i
+                    lanes = load(numbers, row * BLOCK_COLUMNS + i)
+                    if add:
+                        lanes = fma(load(c, place), one, lanes)
+                    store(c, place, lanes)
         unit = claim(counters, stage)
 
 
@@ -154,10 +157,12 @@ def _gated_product(kind, a, num_rows, width, packed, inner, columns, scales, num
     """Sets ``inner`` [rows, columns] to SiLU of the gate times up."""
     unit = claim(counters, stage)
     while unit < columns // LANES:
-        unit_product(kind, a, packed, scales, unit, num_rows, width, numbers)
-        for row in range(num_rows):
-            gate, up = load(numbers, row * BLOCK_COLUMNS), load(numbers, row * BLOCK_COLUMNS + LANES)
-            store(inner, row * columns + unit * LANES, gated(gate, up))
+        for first in range(0, num_rows, BLOCK_ROWS):
+            count = min(BLOCK_ROWS, num_rows - first)
+            block_product(kind, a, packed, scales, unit, first, count, width, numbers)
+            for row in range(count):
+                gate, up = load(numbers, row * BLOCK_COLUMNS), load(numbers, row * BLOCK_COLUMNS + LANES)
+                store(inner, (first + row) * columns + unit * LANES, gated(gate, up))
         unit = claim(counters, stage)
 
 
@@ -326,8 +331,7 @@ def _run_step(thread, kind, sizes, eps, scale, weights, head, buffers, step, cac
     num_rows, count = len(step.token_ids), sizes.threads
     first, last = num_rows * thread // count, num_rows * (thread + 1) // count
     hidden, width = sizes.hidden, sizes.num_heads * sizes.head_dim
-    row = np.empty(hidden, np.float32)
-    numbers = np.empty(-(-max(num_rows, len(head.rows)) // BLOCK_ROWS) * BLOCK_ROWS * BLOCK_COLUMNS, np.float32)
+    row, numbers = aligned_floats(hidden), aligned_floats(BLOCK_ROWS * BLOCK_COLUMNS)
     rounded = np.empty(sizes.head_dim, cache.keys.dtype)
     scratch = make_scratch(cache.keys, _shape_of(sizes, 0))
     x, qkv, activations, scales = buffers.x, buffers.qkv, buffers.activations, buffers.scales

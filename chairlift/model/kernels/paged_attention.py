@@ -17,6 +17,7 @@ import numpy as np
 from numba import njit
 
 from chairlift.model.kernels.compiling import SOURCE_DIGEST, compiled
+from chairlift.model.kernels.memory import CACHE_LINE, aligned_floats
 from chairlift.model.kernels.rows import int8_scale
 from chairlift.model.kernels.simd import (
     LANES,
@@ -35,7 +36,6 @@ from chairlift.model.kernels.simd import (
 from chairlift.model.kernels.threads import meet
 
 SEGMENT = 64
-CACHE_LINE = 64
 ROWS = 4
 
 # Columns of an item: the sequence, the first of its tile's query rows, how many, the position of the first, the
@@ -387,15 +387,15 @@ def make_scratch(keys: Any, shape: Any) -> Any:
     """A thread's working memory."""
     rows, dim = shape.tile, shape.head_dim
     return Scratch(
-        np.empty(rows * dim, np.float32),
-        np.empty(rows * dim, np.float32),
+        aligned_floats(rows * dim),
+        aligned_floats(rows * dim),
         np.empty(rows, np.float32),
-        np.empty(rows * LANES, np.float32),
-        np.empty(ROWS * SEGMENT, np.float32),
-        np.empty(ROWS * LANES, np.float32),
+        aligned_floats(rows * LANES),
+        aligned_floats(ROWS * SEGMENT),
+        aligned_floats(ROWS * LANES),
         np.empty(dim * SEGMENT, keys.dtype),
-        np.empty(SEGMENT, np.float32),
-        np.empty(SEGMENT, np.float32),
+        aligned_floats(SEGMENT),
+        aligned_floats(SEGMENT),
     )
 
 

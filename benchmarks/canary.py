@@ -2,11 +2,12 @@
 
     python benchmarks/canary.py --rounds 12
 
-The server is a fake one that sends each token when it is due, so that it costs next to nothing itself; every client
-waits for its answer before it asks again. The bare proxy is twenty lines on the libraries that the router stands on,
-and does nothing but pass bytes on: what it adds is the price of one more hop on this machine. The ways take turns, each
-with all clients, so that whatever else the machine does hits all. Client, server and proxy are processes of their own
-on one machine: what the client and the server take is taken from the proxy too.
+The server is a fake one that sends each token when it is due, and every client waits for its answer before it asks
+again. Both are no more than httptools on a transport, since what they take is taken from the proxy: in real life they
+run on other machines, but here on the same cores. The bare proxy is twenty lines on the usual libraries (aiohttp and
+uvicorn) and does nothing but pass bytes on: what it adds is the price of one more such hop on this machine. The ways
+take turns, each with all clients, so that whatever else the machine does hits all. Client, server and proxies are
+processes of their own on one machine.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
+import httptools
 import uvicorn
 import uvloop
 
@@ -36,33 +39,54 @@ PIECE = (
 )
 
 
+def as_chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+class FakeServer(asyncio.Protocol):
+    """One connection of a server whose i-th token comes at i times ``token_seconds``."""
+
+    HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    HEALTHY = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+
+    def __init__(self, tokens: int, token_seconds: float) -> None:
+        self._tokens, self._token_seconds = tokens, token_seconds
+        self._loop = asyncio.get_running_loop()
+        self._parser = httptools.HttpRequestParser(self)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def on_message_complete(self) -> None:
+        if self._parser.get_method() == b"GET":
+            self._transport.write(self.HEALTHY)
+            return
+        self._transport.write(self.HEAD)
+        self._start, self._sent = self._loop.time(), 0
+        self._wait()
+
+    def _wait(self) -> None:
+        self._loop.call_at(self._start + (self._sent + 1) * self._token_seconds, self._send)
+
+    def _send(self) -> None:
+        self._transport.write(as_chunk(PIECE))
+        self._sent += 1
+        if self._sent < self._tokens:
+            self._wait()
+        else:  # as servers do, in pieces of their own
+            self._transport.write(as_chunk(b"data: [DONE]\n\n"))
+            self._transport.write(b"0\r\n\r\n")
+
+
 async def serve(tokens: int, token_seconds: float) -> None:
-    """A server whose i-th token comes at i times ``token_seconds``."""
-    from aiohttp import web
-
-    async def complete(request: web.Request) -> web.StreamResponse:
-        await request.read()
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        loop = asyncio.get_running_loop()
-        start = loop.time()
-        for i in range(1, tokens + 1):
-            await asyncio.sleep(max(0.0, start + i * token_seconds - loop.time()))
-            await response.write(PIECE)
-        await response.write(b"data: [DONE]\n\n")
-        return response
-
-    async def health(_: web.Request) -> web.Response:
-        return web.json_response({})
-
-    app = web.Application()
-    app.router.add_post("/v1/completions", complete)
-    app.router.add_get("/health", health)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    print(f"address http://127.0.0.1:{runner.addresses[0][1]}/v1", flush=True)
-    await asyncio.Event().wait()
+    """Runs the fake server."""
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: FakeServer(tokens, token_seconds), "127.0.0.1", 0, backlog=1024)
+    print(f"address http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", flush=True)
+    await server.serve_forever()
 
 
 async def pass_on(upstream: str) -> None:
@@ -110,35 +134,72 @@ class Process:
         self._process.wait()
 
 
-async def load(http: aiohttp.ClientSession, url: str, streams: int, seconds: float) -> dict[str, float]:
+class Client(asyncio.Protocol):
+    """One connection, on which one request follows the other."""
+
+    def __init__(self, number: int, end: float) -> None:
+        body = b'{"model": "m", "prompt": "x", "stream": true}'
+        self._request = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+            b"x-session-id: %d\r\ncontent-length: %d\r\n\r\n%b" % (number, len(body), body)
+        )
+        self._end = end
+        self._parser = httptools.HttpResponseParser(self)
+        self.first: list[float] = []
+        self.whole: list[float] = []
+        self.pieces = 0
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+
+    def ask(self) -> None:
+        self._seen = 0
+        self._sent = time.perf_counter()
+        self._transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def on_body(self, data: bytes) -> None:
+        if not self._seen:
+            self.first.append(time.perf_counter() - self._sent)
+        self._seen += data.count(b"data: ")
+
+    def on_message_complete(self) -> None:
+        now = time.perf_counter()
+        assert self._parser.get_status_code() == 200
+        self.whole.append(now - self._sent)
+        self.pieces += self._seen - 1
+        if now < self._end:
+            self.ask()
+        else:
+            self._transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if error is not None or time.perf_counter() < self._end:
+            self.ended.set_exception(error or ConnectionError("the connection was closed"))
+        else:
+            self.ended.set_result(None)
+
+
+async def load(url: str, streams: int, seconds: float) -> dict[str, float]:
     """One round: P50 of TTFT and E2E in ms, and tokens a second."""
-    first: list[float] = []
-    whole: list[float] = []
-    pieces = 0
+    loop = asyncio.get_running_loop()
+    parts = urlsplit(url)
     end = time.perf_counter() + seconds
-
-    async def client(number: int) -> None:
-        nonlocal pieces
-        await asyncio.sleep(0.5 * number / streams)  # else all would ask at once, for ever
-        while time.perf_counter() < end:
-            sent = time.perf_counter()
-            body = {"model": "m", "prompt": "x", "stream": True}
-            headers = {"X-Session-Id": f"{number}"}
-            async with http.post(f"{url}/v1/completions", json=body, headers=headers) as response:
-                seen = 0
-                async for chunk in response.content.iter_any():
-                    if not seen:
-                        first.append(time.perf_counter() - sent)
-                    seen += chunk.count(b"data: ")
-            assert response.status == 200
-            whole.append(time.perf_counter() - sent)
-            pieces += seen - 1
-
+    clients = [
+        (await loop.create_connection(lambda number=number: Client(number, end), parts.hostname, parts.port))[1]
+        for number in range(streams)
+    ]
     began = time.perf_counter()
-    await asyncio.gather(*(client(number) for number in range(streams)))
+    for number, client in enumerate(clients):
+        loop.call_later(0.5 * number / streams, client.ask)  # else all would ask at once, for ever
+    await asyncio.gather(*(client.ended for client in clients))
+    pieces = sum(client.pieces for client in clients)
     return {
-        "ttft": statistics.median(first) * 1e3,
-        "e2e": statistics.median(whole) * 1e3,
+        "ttft": statistics.median(time for client in clients for time in client.first) * 1e3,
+        "e2e": statistics.median(time for client in clients for time in client.whole) * 1e3,
         "rate": pieces / (time.perf_counter() - began),
         "pieces": pieces,
     }
@@ -147,19 +208,18 @@ async def load(http: aiohttp.ClientSession, url: str, streams: int, seconds: flo
 async def measure(args: argparse.Namespace, direct: str, proxies: dict[str, Process]) -> None:
     urls = {"direct": direct} | {name: process.url for name, process in proxies.items()}
     rounds: list[dict[str, dict[str, float]]] = []
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-        for url in urls.values():
-            await load(http, url, args.streams, 1.0)  # connections and code are warm
-        for number in range(args.rounds):
-            names = list(urls)
-            names = names[number % len(names) :] + names[: number % len(names)]
-            ways: dict[str, dict[str, float]] = {}
-            for name in names:
-                before = proxies[name].cpu() if name in proxies else 0.0
-                ways[name] = await load(http, urls[name], args.streams, args.seconds)
-                after = proxies[name].cpu() if name in proxies else 0.0
-                ways[name]["cpu"] = (after - before) / ways[name]["pieces"] * 1e6
-            rounds.append(ways)
+    for url in urls.values():
+        await load(url, args.streams, 1.0)  # code and the proxies' own connections are warm
+    for number in range(args.rounds):
+        names = list(urls)
+        names = names[number % len(names) :] + names[: number % len(names)]
+        ways: dict[str, dict[str, float]] = {}
+        for name in names:
+            before = proxies[name].cpu() if name in proxies else 0.0
+            ways[name] = await load(urls[name], args.streams, args.seconds)
+            after = proxies[name].cpu() if name in proxies else 0.0
+            ways[name]["cpu"] = (after - before) / ways[name]["pieces"] * 1e6
+        rounds.append(ways)
     show(args, rounds, list(proxies))
 
 

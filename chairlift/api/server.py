@@ -42,6 +42,8 @@ LAST_WORDS_SECONDS = 1.0
 PROBE_SECONDS = 0.1
 """Between two looks whether a client that sends no more is still there."""
 POLL_SECONDS = 0.02
+HAS_ROOM = "chairlift.has_room"
+"""Key of a scope under which a function stands that says whether ``send`` would not wait now. Then it needs no task."""
 INTERIM_RESPONSE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -250,6 +252,7 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope[HAS_ROOM] = self._has_room  # type: ignore[literal-required]
         self._in_head = True
         self._expect_head()
         self._head_bytes = -self._read_bytes  # what is read now may be mostly the end of an earlier body
@@ -307,6 +310,9 @@ class _Protocol(HttpToolsProtocol):
             if not self.pipeline:  # else the answer to an earlier request may be half written
                 self.transport.write(INTERIM_RESPONSE)
             self.loop.call_later(PROBE_SECONDS, self._probe)
+
+    def _has_room(self) -> bool:
+        return not self.flow.write_paused
 
     def shutdown(self) -> None:
         """Closes the connection if it is idle, or else after the answer that is under way.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
 
 from chairlift.canary.config import Timeouts
+from chairlift.canary.connection import UpstreamError
 from chairlift.canary.samples import Sample
-from chairlift.canary.upstream import UpstreamError
 
 LONGEST_OVERSLEPT = 0.5
 """Seconds by which the watchdog may wake too late before it is taken that the whole router stood still."""
@@ -40,8 +42,26 @@ class Attempt:
         self.streams = streams
         self._begun = self._last = time.monotonic()
         self._any_byte = False
-        self._deadline: asyncio.Timeout | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._cancelling = 0
         self._cause: Exception | None = None
+
+    def __enter__(self) -> None:
+        """From here on it can be ended."""
+        self._task = asyncio.current_task()
+        assert self._task is not None  # noqa: S101 - it is what runs this
+        self._cancelling = self._task.cancelling()
+        self._cause = None  # of an earlier try
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Turns its own cancellation, but nobody else's, into what it was ended for; see :class:`asyncio.Timeout`."""
+        task, self._task = self._task, None
+        if self._cause is None or task is None:
+            return
+        if task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+            raise self._cause from None
 
     def heard(self) -> float:
         """Something of the body came; returns the time."""
@@ -56,9 +76,9 @@ class Attempt:
 
     def end(self, cause: Exception) -> None:
         """Ends it from outside: ``cause`` is raised where it waits."""
-        if self._deadline is not None and self._cause is None:
+        if self._task is not None and self._cause is None:
             self._cause = cause
-            self._deadline.reschedule(asyncio.get_running_loop().time())
+            self._task.cancel()
 
     def check(self, now: float, timeouts: Timeouts) -> None:
         """Ends it if it is overdue."""
@@ -74,19 +94,6 @@ class Attempt:
         elif self._any_byte and now - self._last > timeouts.idle:
             self.end(OverdueError(f"the answer stood still for {timeouts.idle:g} s"))
 
-    @asynccontextmanager
-    async def bounded(self) -> AsyncIterator[None]:
-        """Lets :meth:`end` end what happens inside."""
-        try:
-            async with asyncio.timeout(None) as self._deadline:
-                yield
-        except TimeoutError:
-            if self._cause is None:
-                raise
-            raise self._cause from None
-        finally:
-            self._deadline = None
-
 
 class Watchdog:
     """Ends attempts that are overdue."""
@@ -95,12 +102,12 @@ class Watchdog:
         self._timeouts = timeouts
         self._attempts: set[Attempt] = set()
 
-    @asynccontextmanager
-    async def watching(self, attempt: Attempt) -> AsyncIterator[None]:
-        """Watches ``attempt`` while it goes on inside."""
+    @contextmanager
+    def watching(self, attempt: Attempt) -> Iterator[None]:
+        """Watches ``attempt`` while it goes on inside, in the task that runs this."""
         self._attempts.add(attempt)
         try:
-            async with attempt.bounded():
+            with attempt:
                 yield
         finally:
             self._attempts.discard(attempt)

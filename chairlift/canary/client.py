@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -20,13 +20,19 @@ Headers = Iterable[tuple[bytes, bytes]]
 class Client:
     """Writes an answer to whoever asked, no faster than they read.
 
+    Args:
+        send: of the server.
+        request_id: is in the answer's headers.
+        has_room: says whether the server would pass a piece on without waiting for the client to read.
+
     Attributes:
         started: whether the status and headers have gone out, so that nothing can be taken back.
         left: the client hung up.
     """
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, has_room: Callable[[], bool] = lambda: False) -> None:
         self._send = send
+        self._has_room = has_room
         self._request_id = request_id.encode("latin-1")
         self._finished = False
         self.started = False
@@ -46,6 +52,20 @@ class Client:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
         finally:
             sample.unblock(time.monotonic())
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the status has gone out and a piece could follow at once, without waiting for the client to read."""
+        return self.started and self._has_room()
+
+    def write_at_once(self, data: bytes) -> None:
+        """Sends a piece of the body here and now, without a task. Only while it has room."""
+        sending = self._send({"type": "http.response.body", "body": data, "more_body": True})
+        try:
+            sending.send(None)  # type: ignore[attr-defined]  # a coroutine, which has nothing to wait for
+        except StopIteration:
+            return
+        raise RuntimeError("the server waits with a piece that it had room for")
 
     async def finish(self) -> None:
         """Ends the body."""
@@ -84,4 +104,4 @@ class Nobody(Client):
         async def drop(_: Any) -> None:
             pass
 
-        super().__init__(drop, "")
+        super().__init__(drop, "", lambda: True)

@@ -34,7 +34,8 @@ class CanaryMetrics:
             "broken_streams", "Streams of the candidate that broke after a client had seen some of it.", ()
         )
         self.shadow = self._counter("shadow", "Copies, by how their answers compare.", ("result",))
-        self.assigned = self._counter("assigned", "Requests by the side that they were assigned to.", ("side",))
+        assigned = self._counter("assigned", "Requests by the side that they were assigned to.", ("side",))
+        self.assigned = {side: assigned.labels(side) for side in SIDES}
         self._share = self._gauge("share", "The candidate's share of the traffic; 1 is all.", ())
         self._phase = self._gauge("phase", "1 for the phase that the rollout is in.", ("phase",))
         self._up = self._gauge("up", "Whether a side is well, as its probes and requests say.", ("side",))

@@ -10,11 +10,13 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from chairlift.api.errors import APIError
+from chairlift.api.server import HAS_ROOM
 from chairlift.canary.adapter import AdapterError
 from chairlift.canary.attempt import Attempt, ClientStalledError, OverdueError, RolledBackError, Watchdog
 from chairlift.canary.breaker import Breaker
 from chairlift.canary.client import Client
 from chairlift.canary.config import CanaryConfig
+from chairlift.canary.connection import UpstreamError
 from chairlift.canary.metrics import CanaryMetrics
 from chairlift.canary.relay import Answer, RefusedError, relay_as_is, relay_checked
 from chairlift.canary.request import OVERLOADED, ClientRequest, read_request
@@ -22,7 +24,7 @@ from chairlift.canary.samples import ANSWERED, DROPPED, FAILED, LEFT, Sample, Sa
 from chairlift.canary.shadow import Shadow
 from chairlift.canary.shares import Splitter
 from chairlift.canary.sse import BrokenStreamError
-from chairlift.canary.upstream import Upstream, UpstreamError
+from chairlift.canary.upstream import Upstream
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +66,7 @@ class Proxy:
             return
         except ClientDisconnect:
             return
-        client = Client(send, request.request_id)
+        client = Client(send, request.request_id, scope[HAS_ROOM])
         try:
             async with client.watched(receive):
                 await self._answer(request, client)
@@ -110,7 +112,7 @@ class Proxy:
         candidate = self._splitter.is_candidates(session)
         side = "candidate" if candidate else "stable"
         self.assigned[side] += 1
-        self._metrics.assigned.labels(side).inc()
+        self._metrics.assigned[side].inc()
         if self._config.shadow:
             await self._with_copy(request, client, copied=candidate)
         elif not candidate:
@@ -128,7 +130,7 @@ class Proxy:
         if request.repeatable:
             self._redirectable[attempt] = client
         try:
-            async with self.watchdog.watching(attempt), await self._candidate.open(request) as reply:
+            with self.watchdog.watching(attempt), await self._candidate.open(request) as reply:
                 await relay_checked(reply, request, client, attempt, "candidate")
         except RefusedError as refusal:
             await self._after_refusal(request, client, sample, refusal)
@@ -234,7 +236,7 @@ class Proxy:
         return answer
 
     async def _ask_stable(self, request: ClientRequest, client: Client, attempt: Attempt, keep_text: bool) -> Answer:
-        async with self.watchdog.watching(attempt), await self._stable.open(request) as reply:
+        with self.watchdog.watching(attempt), await self._stable.open(request) as reply:
             return await relay_as_is(reply, request, client, attempt, "stable", keep_text=keep_text)
 
     def _begin(self, side: str, counted: bool) -> Sample:

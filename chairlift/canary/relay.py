@@ -10,9 +10,10 @@ from pydantic_core import from_json
 
 from chairlift.canary.attempt import Attempt
 from chairlift.canary.client import Client
+from chairlift.canary.connection import UpstreamError
 from chairlift.canary.request import ClientRequest
 from chairlift.canary.sse import BrokenStreamError, EventStream
-from chairlift.canary.upstream import Reply, UpstreamError
+from chairlift.canary.upstream import Reply
 
 MOST_REFUSAL_BYTES = 1024 * 1024
 MOST_HELD_BYTES = 64 * 1024
@@ -66,25 +67,7 @@ async def relay_checked(
         raise UpstreamError(f"the client asked for {asked}, and {came} came")
     if not reply.is_events:
         return await _relay_object(reply, client, attempt, side, keep_text)
-    stream = EventStream(keep_text=keep_text)
-    headers = _without_length(reply.headers)
-    held = b""
-    async for chunk in reply.chunks():
-        now = attempt.heard()
-        held += stream.feed(chunk)
-        if stream.has_token:
-            attempt.sample.first_token(now)
-        if held and (stream.has_token or len(held) > MOST_HELD_BYTES):
-            if not client.started:
-                await client.start(reply.status, headers, side)
-            await client.write(held, attempt.sample)
-            held = b""
-    stream.end()
-    if held:
-        if not client.started:
-            await client.start(reply.status, headers, side)
-        await client.write(held, attempt.sample)
-    return Answer(reply.status, None, "".join(stream.text) if keep_text else None, stream.finish_reason)
+    return await _relay_events(reply, client, attempt, side, keep_text)
 
 
 async def relay_as_is(
@@ -98,20 +81,33 @@ async def relay_as_is(
     stream = EventStream(keep_text=keep_text) if reply.is_events else None
     kept: list[bytes] = []
     broken: str | None = None
-    await client.start(reply.status, reply.headers, side)
-    async for chunk in reply.chunks():
+
+    def note(piece: bytes) -> None:
+        nonlocal broken
         now = attempt.heard()
         if stream is None:
             if keep_text:
-                kept.append(chunk)
-        elif broken is None:
+                kept.append(piece)
+            return
+        if broken is None:
             try:
-                stream.feed(chunk)
+                stream.feed(piece)
             except BrokenStreamError as error:
                 broken = str(error)
             if stream.has_token:
                 attempt.sample.first_token(now)
-        await client.write(chunk, attempt.sample)
+
+    def take(piece: bytes) -> bool:
+        if not client.has_room:
+            return False
+        client.write_at_once(piece)
+        note(piece)
+        return True
+
+    await client.start(reply.status, reply.headers, side)
+    while piece := await reply.piece(take):
+        note(piece)
+        await client.write(piece, attempt.sample)
     if stream is None:
         text, finish_reason = _text_of(b"".join(kept)) if keep_text else (None, None)
         return Answer(reply.status, None, text, finish_reason)
@@ -121,6 +117,40 @@ async def relay_as_is(
         except BrokenStreamError as error:
             broken = str(error)
     return Answer(reply.status, broken, "".join(stream.text) if keep_text else None, stream.finish_reason)
+
+
+async def _relay_events(reply: Reply, client: Client, attempt: Attempt, side: str, keep_text: bool) -> Answer:
+    stream = EventStream(keep_text=keep_text)
+    held = b""
+
+    def sound(piece: bytes) -> bytes:
+        now = attempt.heard()
+        events = stream.feed(piece)
+        if stream.has_token:
+            attempt.sample.first_token(now)
+        return events
+
+    def take(piece: bytes) -> bool:
+        if not stream.has_token or not client.has_room:
+            return False
+        if events := sound(piece):
+            client.write_at_once(events)
+        return True
+
+    async def let_go() -> None:
+        if not client.started:
+            await client.start(reply.status, _without_length(reply.headers), side)
+        await client.write(held, attempt.sample)
+
+    while piece := await reply.piece(take):
+        held += sound(piece)
+        if held and (stream.has_token or len(held) > MOST_HELD_BYTES):
+            await let_go()
+            held = b""
+    stream.end()
+    if held:
+        await let_go()
+    return Answer(reply.status, None, "".join(stream.text) if keep_text else None, stream.finish_reason)
 
 
 async def _relay_object(reply: Reply, client: Client, attempt: Attempt, side: str, keep_text: bool) -> Answer:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
+from random import getrandbits
 from typing import Any
 
 from pydantic_core import from_json
@@ -106,7 +106,7 @@ async def read_request(scope: Scope, receive: Receive, max_body_bytes: int) -> C
 
     address = scope["client"][0] if scope.get("client") else "unknown"
     offered = headers.get(REQUEST_ID, "")
-    request_id = offered if SANE_REQUEST_ID.fullmatch(offered) else uuid.uuid4().hex
+    request_id = offered if SANE_REQUEST_ID.fullmatch(offered) else f"{getrandbits(128):032x}"
     headers[REQUEST_ID] = request_id
     target = scope["raw_path"].decode("latin-1")
     if scope["query_string"]:

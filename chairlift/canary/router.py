@@ -177,7 +177,7 @@ class Router:
             await asyncio.gather(*background, serving, return_exceptions=True)
             await self.proxy.close()
             for upstream in self._upstreams.values():
-                await upstream.close()
+                upstream.close()
             await self._save(always=True)
 
     def _begin(self, saved: SavedState | None) -> None:

@@ -9,12 +9,13 @@ import time
 from chairlift.canary.attempt import Attempt, Watchdog
 from chairlift.canary.breaker import Breaker
 from chairlift.canary.client import Nobody
+from chairlift.canary.connection import UpstreamError
 from chairlift.canary.metrics import CanaryMetrics
 from chairlift.canary.relay import Answer, RefusedError, relay_checked
 from chairlift.canary.request import OVERLOADED, ClientRequest
 from chairlift.canary.samples import ANSWERED, DROPPED, FAILED, LEFT, Sample, SampleLog
 from chairlift.canary.sse import BrokenStreamError
-from chairlift.canary.upstream import Upstream, UpstreamError
+from chairlift.canary.upstream import Upstream
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class Shadow:
 
     async def _ask(self, request: ClientRequest, sample: Sample) -> Answer:
         attempt = Attempt(sample, streams=request.streams)
-        async with self._watchdog.watching(attempt), await self._candidate.open(request) as reply:
+        with self._watchdog.watching(attempt), await self._candidate.open(request) as reply:
             return await relay_checked(reply, request, Nobody(), attempt, "candidate", keep_text=True)
 
     async def _refused(

@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-import aiohttp
 from pydantic_core import from_json, to_json
-from yarl import URL
 
 from chairlift.canary.adapter import Adapter, AdapterError, as_events
 from chairlift.canary.config import Timeouts
+from chairlift.canary.connection import Connection, Connections, Take, UpstreamError
 from chairlift.canary.request import CHAT, COMPLETIONS, HOP_BY_HOP, REQUEST_ID, ClientRequest
 
-KEEP_ALIVE_SECONDS = 4.0
-"""Idle connections are closed before the usual servers do it (uvicorn after 5 s), or now and then a request would go
-out on one that is just being closed."""
-NOT_SENT_BACK = HOP_BY_HOP | {"date"}
+NOT_SENT_BACK = frozenset(name.encode() for name in HOP_BY_HOP) | {b"date"}
 """The router's own server dates its answers."""
 MOST_ANSWER_BYTES = 64 * 1024 * 1024
-
-
-class UpstreamError(Exception):
-    """No answer, or not the whole of it.
-
-    Attributes:
-        reached: whether the server may have seen the request.
-    """
-
-    def __init__(self, message: str, *, reached: bool = True) -> None:
-        super().__init__(message)
-        self.reached = reached
 
 
 @dataclass(slots=True)
@@ -48,24 +33,16 @@ class Reply:
     status: int
     headers: list[tuple[bytes, bytes]]
     is_events: bool
-    _response: aiohttp.ClientResponse | None = None
+    _connection: Connection | None = None
     _body: bytes = b""
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """Yields the body as it comes.
+    def piece(self, take: Take | None = None) -> Awaitable[bytes]:
+        """Returns what comes of the body, as :meth:`chairlift.canary.connection.Connection.piece` does."""
+        return self._rest() if self._connection is None else self._connection.piece(take)
 
-        Raises:
-            UpstreamError: it broke off.
-        """
-        if self._response is None:
-            yield self._body
-            return
-        content = self._response.content
-        try:
-            while chunk := await content.readany():
-                yield chunk
-        except (aiohttp.ClientError, OSError) as error:
-            raise UpstreamError(f"the connection broke: {_cause(error)}") from error
+    async def _rest(self) -> bytes:
+        body, self._body = self._body, b""
+        return body
 
     async def read(self, most: int = MOST_ANSWER_BYTES) -> bytes:
         """Returns the whole body.
@@ -74,24 +51,21 @@ class Reply:
             UpstreamError: it broke off, or is larger than ``most``.
         """
         body = bytearray()
-        async for chunk in self.chunks():
-            body += chunk
+        while piece := await self.piece():
+            body += piece
             if len(body) > most:
                 raise UpstreamError(f"the answer is larger than {most} bytes")
         return bytes(body)
 
-    async def __aenter__(self) -> Reply:
+    def __enter__(self) -> Reply:
         return self
 
-    async def __aexit__(
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Closes the connection unless the answer was read to its end, so that the server stops at once."""
-        if self._response is not None:
-            if self._response.content.at_eof():
-                self._response.release()
-            else:
-                self._response.close()
+        if self._connection is not None:
+            self._connection.release()
 
 
 class Upstream:
@@ -109,11 +83,9 @@ class Upstream:
         self, name: str, url: str, timeouts: Timeouts, *, key: str | None = None, adapter: Adapter | None = None
     ) -> None:
         self.name = name
-        self.url = url
+        self.connections = Connections(url, timeouts.connect)
         self._key = key
         self._adapter = adapter
-        self._timeouts = timeouts
-        self._session: aiohttp.ClientSession | None = None
 
     async def open(self, request: ClientRequest) -> Reply:
         """Sends a request and returns the answer when its headers are there. Close it by leaving its context.
@@ -124,67 +96,47 @@ class Upstream:
         """
         if self._adapter is not None and request.canaried:
             return await self._open_adapted(self._adapter, request)
-        response = await self._send(request.method, self.url + request.target, request, request.body)
-        raw = response.raw_headers
-        named = {name.strip().lower() for name in response.headers.get("connection", "").split(",")}
-        headers = [
-            (name.lower(), value)
-            for name, value in raw
-            if (lower := name.lower().decode("latin-1")) not in NOT_SENT_BACK and lower not in named
-        ]
-        return Reply(response.status, headers, response.content_type == "text/event-stream", response)
+        connection = await self._send(request.method, request.target, request, request.body)
+        named = dict(connection.headers)
+        dropped = {name.strip().lower() for name in named.get(b"connection", b"").split(b",")} | NOT_SENT_BACK
+        headers = [(name, value) for name, value in connection.headers if name not in dropped]
+        is_events = named.get(b"content-type", b"").partition(b";")[0].strip().lower() == b"text/event-stream"
+        return Reply(connection.status, headers, is_events, connection)
 
     async def probe(self, path: str, seconds: float) -> str | None:
         """Returns why the server is not well; ``None`` if it answers at all, as not every one has a health check."""
         try:
-            timeout = aiohttp.ClientTimeout(total=seconds)
-            async with self._client().get(URL(self.url + path, encoded=True), timeout=timeout) as response:
-                return None if response.status < 500 else f"{path} answers {response.status}"
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            return f"{path}: {_cause(error)}"
+            async with asyncio.timeout(seconds):
+                connection = await self.connections.request("GET", path, {}, b"")
+        except TimeoutError:
+            return f"{path}: no answer within the time limit"
+        except UpstreamError as error:
+            return f"{path}: {error}"
+        connection.release()
+        return None if connection.status < 500 else f"{path} answers {connection.status}"
 
-    async def close(self) -> None:
-        """Closes all connections."""
-        if self._session is not None:
-            await self._session.close()
+    def close(self) -> None:
+        """Closes all connections that are idle."""
+        self.connections.close()
 
-    def _client(self) -> aiohttp.ClientSession:
-        """Made when the loop runs, since it belongs to it."""
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._timeouts.connect),
-                auto_decompress=False,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                skip_auto_headers=("User-Agent", "Accept", "Content-Type"),
-            )
-        return self._session
-
-    async def _send(self, method: str, url: str, request: ClientRequest, body: bytes) -> aiohttp.ClientResponse:
+    async def _send(self, method: str, target: str, request: ClientRequest, body: bytes) -> Connection:
         headers = {**request.headers, "accept-encoding": "identity"}
         forwarded = request.headers.get("x-forwarded-for")
         headers["x-forwarded-for"] = f"{forwarded}, {request.address}" if forwarded else request.address
         if self._key is not None:
             headers["authorization"] = f"Bearer {self._key}"
-        try:
-            return await self._client().request(
-                method, URL(url, encoded=True), data=body or None, headers=headers, allow_redirects=False
-            )
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise UpstreamError(f"cannot connect: {_cause(error)}", reached=False) from error
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise UpstreamError(f"no answer: {_cause(error)}") from error
+        return await self.connections.request(method, target, headers, body)
 
     async def _open_adapted(self, adapter: Adapter, request: ClientRequest) -> Reply:
         if request.path not in (COMPLETIONS, CHAT) or request.json is None:
             raise AdapterError(f"this server takes JSON objects at {COMPLETIONS} and {CHAT}")
         path, body = adapter.request(request.path, request.json)
-        response = await self._send("POST", self.url + path, _as_json(request), to_json(body))
+        connection = await self._send("POST", path, _as_json(request), to_json(body))
         headers = [(b"content-type", b"application/json")]
-        async with Reply(response.status, headers, is_events=False, _response=response) as whole:
+        with Reply(connection.status, headers, is_events=False, _connection=connection) as whole:
             content = await whole.read()
-        if response.status != 200:
-            return Reply(response.status, headers, is_events=False, _body=content)
+        if connection.status != 200:
+            return Reply(connection.status, headers, is_events=False, _body=content)
         try:
             decoded: Any = from_json(content)
         except ValueError:
@@ -206,11 +158,3 @@ def _as_json(request: ClientRequest) -> ClientRequest:
         request.method, request.path, request.target, headers, request.body, request.json, request.address,
         request.request_id,
     )  # fmt: skip
-
-
-def _cause(error: BaseException) -> str:
-    if isinstance(error, TimeoutError):
-        return "no answer within the time limit"
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return error.strerror or str(error)
-    return str(error) or type(error).__name__

@@ -75,7 +75,7 @@ def test_a_candidate_that_dies_at_50_percent_is_rolled_back_and_only_open_stream
                 await r.until(lambda: len(r.candidate.requests) > 100)
                 hurt = r.candidate.most_open
                 r.candidate.fault, r.candidate.fault_every, r.candidate.fault_after = "cut", 1, 0
-                r.router._upstreams["candidate"].url = "http://127.0.0.1:9"
+                r.vanish("candidate")
                 assert hurt > 0
                 dead.set()
 
@@ -105,7 +105,7 @@ def test_requests_that_hang_on_the_candidate_are_taken_back_by_the_rollback():
 def test_a_candidate_that_only_fails_its_probes_is_rolled_back_without_traffic():
     async def main() -> None:
         async with routed(health_interval=0.1, down_after=0.5) as r:
-            r.router._upstreams["candidate"].url = "http://127.0.0.1:9"
+            r.vanish("candidate")
             await r.until(lambda: r.router.rollout.phase == "rolled_back")
             assert "down" in r.router.rollout.events[-1].reason
             assert (await r.status())["sides"]["candidate"]["breaker"] != "closed"
@@ -117,8 +117,8 @@ def test_a_candidate_that_only_fails_its_probes_is_rolled_back_without_traffic()
 def test_nothing_is_rolled_back_onto_a_dead_stable():
     async def main() -> None:
         async with routed(health_interval=0.05, down_after=0.3) as r:
-            for upstream in r.router._upstreams.values():
-                upstream.url = "http://127.0.0.1:9"
+            r.vanish("stable")
+            r.vanish("candidate")
             await r.until(lambda: r.router.rollout.events[-1].kind == "waiting")
             assert "stable is down as well" in r.router.rollout.events[-1].reason
             async with r.http.get(f"{r.url}/health") as response:

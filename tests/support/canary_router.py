@@ -14,6 +14,7 @@ from support.fake_upstream import FakeUpstream
 
 from chairlift.api.server import bind
 from chairlift.canary.config import CanaryConfig, Timeouts
+from chairlift.canary.connection import Connections
 from chairlift.canary.gates import parse_gates
 from chairlift.canary.router import Router
 from chairlift.canary.session import SessionRule
@@ -49,6 +50,10 @@ class Routed:
             return 0, "none", f"broken: {error}"
         self.answers[f"{response.status} {side}"] += 1
         return response.status, side, text
+
+    def vanish(self, side: str) -> None:
+        """Lets nothing listen any more where a server was: on the discard port."""
+        self.router._upstreams[side].connections = Connections("http://127.0.0.1:9", 5.0)
 
     async def act(self, action: str, key: str = KEY) -> tuple[int, dict]:
         headers = {"Authorization": f"Bearer {key}"}

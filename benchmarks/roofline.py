@@ -72,25 +72,14 @@ def measure(
     executor: LocalExecutor, model: FusedCausalLM, plan: StepPlan, repeats: int, rate: float
 ) -> tuple[float, dict[str, float]]:
     """Median seconds of a step, and of each stage."""
-    steps, stages, heads = [], [], []
-    logits = model.logits
-
-    def timed_logits(hidden: torch.Tensor) -> torch.Tensor:
-        started = time.perf_counter()
-        result = logits(hidden)
-        heads.append(time.perf_counter() - started)
-        return result
-
-    model.logits = timed_logits  # type: ignore[method-assign]
+    steps, stages = [], []
     for _ in range(repeats + 2):
         model.times[:] = 0
         started = time.perf_counter()
         executor.execute(plan)
         steps.append(time.perf_counter() - started)
         stages.append(model.times[0] / rate)
-    model.logits = logits  # type: ignore[method-assign]
     named = {name: statistics.median(s[i] for s in stages[2:]) for i, name in enumerate(STAGES)}
-    named["head"] = statistics.median(heads[2:])
     step = statistics.median(steps[2:])
     named["rest"] = step - sum(named.values())
     return step, named

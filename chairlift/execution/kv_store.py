@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from chairlift.model.attention.base import LayerKVs
 from chairlift.model.config import ModelConfig
+from chairlift.model.kernels.memory import aligned
 
 SCALE = torch.float32
 """What an int8 cache keeps for each token and head beside its numbers."""
@@ -59,6 +61,5 @@ class KVStore:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # NumPy asks the system for zeroed pages, which are only there once they are touched; torch would write them all.
-    pages = np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), np.uint8)
-    return torch.from_numpy(pages).view(dtype)
+    # torch would write all pages, which the system gives zeroed, once they are touched.
+    return torch.from_numpy(aligned(math.prod(shape) * dtype.itemsize, np.uint8, zeros=True)).view(dtype).view(shape)

@@ -18,6 +18,7 @@ from chairlift.model.attention.base import AttentionBackend, LayerKVs
 from chairlift.model.attention.cpu import LOG2_E, CpuAttention, CpuMetadata, WorkPlan, bits_of, pages_of
 from chairlift.model.config import ModelConfig
 from chairlift.model.kernels import kinds, tiles
+from chairlift.model.kernels.attention_items import Pages
 from chairlift.model.kernels.by_kind import Packed
 from chairlift.model.kernels.decoder import (
     STAGES,
@@ -29,7 +30,7 @@ from chairlift.model.kernels.decoder import (
     Weights,
     run_step,
 )
-from chairlift.model.kernels.paged_attention import Pages
+from chairlift.model.kernels.memory import aligned, for_threads
 from chairlift.model.kernels.products import BLOCK_COLUMNS, BLOCK_ROWS, WORD_BYTES, Words, pack, uses_tiles
 from chairlift.model.kernels.products import unsupported as unsupported_precision
 from chairlift.model.kernels.simd import LANES
@@ -69,6 +70,7 @@ class FusedCausalLM:
         self._kind = _kind(dtype, quantization)
         self._attention = attention
         self._sizes = Sizes(
+            attention=attention.kind,
             num_layers=config.num_layers,
             hidden=config.hidden_size,
             inner=config.intermediate_size,
@@ -143,8 +145,8 @@ class FusedCausalLM:
         self._counters[:] = 0
         self._attention.threads.run(
             run_step, self._kind, sizes, np.float32(self.config.rms_norm_eps),
-            np.float32(self._attention.scale * LOG2_E), self._weights, head, buffers, step, cache, self._counters,
-            self.times, self._config,
+            np.float32(self._attention.scale * LOG2_E), self._weights, head, buffers,
+            self._attention.scratch(cache.keys.dtype), step, cache, self._counters, self.times, self._config,
         )  # fmt: skip
 
     def _head_of(self, rows: npt.NDArray[np.int64]) -> Head:
@@ -153,7 +155,7 @@ class FusedCausalLM:
         stride = columns + BLOCK_COLUMNS
         if len(rows) * stride > len(self._logits):
             # Pages that are given back and taken anew at every step would cost as much as the product.
-            self._logits = np.empty(_whole_blocks(len(rows)) * stride, np.float32)
+            self._logits = aligned(_whole_blocks(len(rows)) * stride, np.float32)
         return Head(self._packed_head, rows, self._logits, columns, stride)
 
     def _scores(self, head: Head) -> Tensor:
@@ -200,12 +202,14 @@ class FusedCausalLM:
         attended = sizes.num_heads * sizes.head_dim
         widest = max(sizes.hidden, attended, sizes.inner)
         return Buffers(
-            x=np.zeros(rows * sizes.hidden, np.float32),
-            qkv=np.zeros(rows * sizes.qkv, np.float32),
-            attended=np.zeros(rows * attended, made),
-            inner=np.zeros(rows * sizes.inner, made),
-            activations=np.zeros(rows * widest, taken),
-            scales=np.zeros(rows, np.float32),
+            x=aligned(rows * sizes.hidden, np.float32, zeros=True),
+            qkv=aligned(rows * sizes.qkv, np.float32, zeros=True),
+            attended=aligned(rows * attended, made, zeros=True),
+            inner=aligned(rows * sizes.inner, made, zeros=True),
+            activations=aligned(rows * widest, taken, zeros=True),
+            scales=aligned(rows, np.float32, zeros=True),
+            row=for_threads(sizes.threads, sizes.hidden, np.float32),
+            numbers=for_threads(sizes.threads, BLOCK_ROWS * BLOCK_COLUMNS, np.float32),
         )
 
     def _pack(self, model: CausalLM) -> Weights:
@@ -282,7 +286,7 @@ def _pack(projections: Sequence[Linear], quantized: bool, *, keep: bool = False)
     columns = [_filled(len(projection.weight)) for projection in projections]
     itemsize = 1 if quantized else projections[0].weight.dtype.itemsize
     widths = [projection.weight.shape[1] for projection in projections]
-    words = np.empty(sum(n * k for n, k in zip(columns, widths, strict=True)) * itemsize // WORD_BYTES, np.int32)
+    words = aligned(sum(n * k for n, k in zip(columns, widths, strict=True)) * itemsize // WORD_BYTES, np.int32)
     scales = np.zeros(sum(columns) if quantized else 0, np.float32)
     offsets = np.zeros(sum(columns) if quantized else 0, np.int32)
     word = column = 0

@@ -15,9 +15,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from chairlift.config import ConfigError
 from chairlift.model.attention.base import AttentionBackend, LayerKV
-from chairlift.model.attention.cpu import CpuAttention
+from chairlift.model.attention.cpu import CpuAttention, tiles_fit
 from chairlift.model.attention.reference import ReferenceAttention
 from chairlift.model.attention.select import select_backend
+from chairlift.model.kernels import kinds, tiles
 
 MIXED = [(1, 1), (1, 17), (5, 5), (40, 200), (1, 64), (3, 129), (1, 300)]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}
@@ -169,12 +170,43 @@ def test_a_prompt_in_chunks_is_the_prompt_at_once() -> None:
 @pytest.mark.parametrize("kind", [ReferenceAttention, CpuAttention])
 @pytest.mark.parametrize("poisoned", ["query", "key", "value"])
 @pytest.mark.parametrize("int8", [False, True])
-def test_nan_reaches_only_its_own_sequence(kind: type[AttentionBackend[Any]], poisoned: str, int8: bool) -> None:
-    batch = paged_batch(Heads(int8_cache=int8), [(4, 40), (1, 90)])
-    getattr(batch, poisoned)[4] = float("nan")
-    output, _ = batch.run(Heads().backend(kind))
-    assert torch.isfinite(output[:4]).all()
-    assert output[4].isnan().all()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [4, 13])
+def test_nan_reaches_only_its_own_sequence(
+    kind: type[AttentionBackend[Any]], poisoned: str, int8: bool, dtype: torch.dtype, length: int
+) -> None:
+    heads = Heads(int8_cache=int8, dtype=dtype)
+    batch = paged_batch(heads, [(length, 41), (1, 90)])
+    getattr(batch, poisoned)[length] = float("nan")
+    output, _ = batch.run(heads.backend(kind))
+    assert torch.isfinite(output[:length]).all()
+    assert output[length].isnan().all()
+
+
+@pytest.mark.skipif(not tiles.available(), reason="this processor has no tiles")
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 40, 70])
+@pytest.mark.parametrize("num_heads", [3, 9, 80])
+def test_tiles_attend_as_vectors_do(num_heads: int, window: int | None, int8: bool) -> None:
+    """Over prompts and chunks of all remainders, and more heads to a key than a block of rows has room for."""
+    kv_heads = num_heads // 3 if num_heads < 80 else 2
+    heads = Heads(num_heads=num_heads, num_kv_heads=kv_heads, int8_cache=int8, dtype=torch.bfloat16)
+    batch = paged_batch(heads, [(3, 3), (16, 17), (31, 95), (33, 96), (70, 70), (9, 209)])
+    in_tiles, in_vectors = heads.backend(CpuAttention), heads.backend(CpuAttention)
+    assert isinstance(in_tiles, CpuAttention)
+    assert isinstance(in_vectors, CpuAttention)
+    assert isinstance(in_tiles.kind, kinds.BFloat16Tiles)
+    in_vectors.kind = kinds.Float32()
+    output, _ = batch.run(in_tiles, window)
+    expected, _ = batch.run(in_vectors, window)
+    torch.testing.assert_close(output, expected, atol=1.6e-2, rtol=1.6e-2)
+    assert window == 1 or not torch.equal(output, expected)  # two ways indeed
+
+
+def test_blocks_shorter_than_a_tile_are_attended_to_in_vectors() -> None:
+    assert not tiles_fit(8, 64)
+    assert not tiles_fit(16, 80)
+    assert tiles_fit(16, 96)
 
 
 @pytest.mark.parametrize("kind", [ReferenceAttention, CpuAttention])

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from chairlift.model.attention.base import AttentionBackend, BatchLayout, LayerKV
-from chairlift.model.kernels.paged_attention import ROWS, SEGMENT, WHOLE, Pages, Shape, paged_attention
+from chairlift.model.kernels import kinds, tiles
+from chairlift.model.kernels.attention_items import PADDED, SEGMENT, WHOLE, Pages, Shape
+from chairlift.model.kernels.paged_attention import Scratches, make_scratch, paged_attention
 from chairlift.model.kernels.pool import ComputeThreads
 from chairlift.model.kernels.simd import LANES
 from chairlift.model.kernels.threads import COUNTER
@@ -57,9 +59,12 @@ class CpuMetadata:
 
 
 class CpuAttention(AttentionBackend[CpuMetadata]):
-    """Paged attention in float32 arithmetic over a float32, bfloat16 or int8 cache.
+    """Paged attention over a float32, bfloat16 or int8 cache.
+
+    A bfloat16 model attends in bfloat16 tiles, where the processor has them, with float32 sums; all else is float32.
 
     Attributes:
+        kind: how it computes.
         threads: those that run its kernel: as many as torch has when it is made.
     """
 
@@ -76,10 +81,13 @@ class CpuAttention(AttentionBackend[CpuMetadata]):
         if block_size & (block_size - 1):
             raise ValueError(f"blocks must be a power of two long, not {block_size}")
         self.block_shift = block_size.bit_length() - 1
+        in_tiles = dtype == torch.bfloat16 and tiles.available() and tiles_fit(block_size, head_dim)
+        self.kind: kinds.Kind = kinds.BFloat16Tiles() if in_tiles else kinds.Float32()
         self._group = num_heads // num_kv_heads
         self._tile_tokens = max(1, TILE_ROWS // self._group)
+        self._scratch: dict[np.dtype[Any], Scratches] = {}
         self.threads = ComputeThreads(torch.get_num_threads())
-        self.tile_rows = -(-self._tile_tokens * self._group // ROWS) * ROWS
+        self.tile_rows = -(-self._tile_tokens * self._group // PADDED) * PADDED
 
     def prepare(self, layout: BatchLayout) -> CpuMetadata:
         """See :meth:`AttentionBackend.prepare`."""
@@ -102,7 +110,7 @@ class CpuAttention(AttentionBackend[CpuMetadata]):
         """See :meth:`AttentionBackend.forward`."""
         window = sliding_window or 0
         plan = self.plan(metadata, window)
-        shape = Shape(self.num_heads, self.num_kv_heads, self.head_dim, self.block_shift, window, self.tile_rows)
+        shape = self._shape(window)
         output = torch.empty(query.shape, dtype=query.dtype)
         partial = np.empty((plan.num_partials, self.tile_rows, self.head_dim + 2), np.float32)
         strides = (query.stride(0), key.stride(0), value.stride(0))
@@ -110,9 +118,21 @@ class CpuAttention(AttentionBackend[CpuMetadata]):
         self.threads.run(
             paged_attention, _rows(query), _rows(key), _rows(value), strides, pages, metadata.slots,
             metadata.block_tables, plan.items, plan.bounds, plan.merges, np.float32(self.scale * LOG2_E), shape,
-            partial, _flat(output), np.zeros(COUNTER, np.int64),
+            partial, self.scratch(pages.keys.dtype), _flat(output), np.zeros(COUNTER, np.int64), tiles.full_tiles(),
         )  # fmt: skip
         return output
+
+    def scratch(self, cache_dtype: np.dtype[Any]) -> Scratches:
+        """The threads' working memory for a cache of this type."""
+        kept = self._scratch.get(cache_dtype)
+        if kept is None:
+            kept = self._scratch[cache_dtype] = make_scratch(self._shape(0), self.threads.count, cache_dtype)
+        return kept
+
+    def _shape(self, window: int) -> Shape:
+        return Shape(
+            self.kind, self.num_heads, self.num_kv_heads, self.head_dim, self.block_shift, window, self.tile_rows
+        )  # fmt: skip
 
     def plan(self, metadata: CpuMetadata, window: int) -> WorkPlan:
         """The step's work for a window (0 for none), made when it is first asked for."""
@@ -132,7 +152,7 @@ class CpuAttention(AttentionBackend[CpuMetadata]):
         first = np.maximum(position + 1 - window, 0) // SEGMENT * SEGMENT if window else np.zeros_like(position)
         span = position + num_rows - first
 
-        cost = span * -(-num_rows * self._group // ROWS)
+        cost = span * -(-num_rows * self._group // PADDED)
         share = max(1, int(cost.sum()) * self.num_kv_heads // (self.threads.count * ITEMS_PER_THREAD))
         pieces = np.clip(-(-cost // share), 1, np.maximum(1, span // MIN_SPLIT)) if self.threads.count > 1 else 1
         length = -(-span // (pieces * SEGMENT)) * SEGMENT
@@ -153,7 +173,7 @@ class CpuAttention(AttentionBackend[CpuMetadata]):
             items[:, head, 7] = np.where(pieces[which] > 1, first_partial[which] + head * pieces[which] + piece, WHOLE)
         return WorkPlan(
             items.reshape(-1, 8),
-            self._deal(np.repeat((end - begin) * -(-num_rows[which] * self._group // ROWS), self.num_kv_heads)),
+            self._deal(np.repeat((end - begin) * -(-num_rows[which] * self._group // PADDED), self.num_kv_heads)),
             self._merges(tiles, pieces, first_partial),
             int(partials.sum()),
         )
@@ -208,6 +228,11 @@ def _rows(tensor: Tensor) -> Any:
         raise ValueError(f"each row's heads must lie side by side, got strides {tensor.stride()}")
     span = (tensor.shape[0] - 1) * tensor.stride(0) + tensor.shape[1] * tensor.shape[2]
     return _flat(tensor.as_strided((span,), (1,)))
+
+
+def tiles_fit(block_size: int, head_dim: int) -> bool:
+    """Whether blocks and heads are as long as tiles are wide."""
+    return block_size >= LANES and head_dim % (2 * LANES) == 0
 
 
 def unsupported(dtype: torch.dtype, head_dim: int) -> str | None:

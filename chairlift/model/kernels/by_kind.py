@@ -13,20 +13,19 @@ import numpy as np
 from numba.extending import overload
 
 from chairlift.model.kernels import kinds, products, tiles
-from chairlift.model.kernels.compiling import COMPILED_ONLY, compiled
+from chairlift.model.kernels.compiling import COMPILED_ONLY
 from chairlift.model.kernels.kinds import in_tiles, is_quantized
-from chairlift.model.kernels.products import BLOCK_COLUMNS, BLOCK_ROWS
+from chairlift.model.kernels.memory import as_words
+from chairlift.model.kernels.products import BLOCK_COLUMNS
 from chairlift.model.kernels.rows import write_row
 from chairlift.model.kernels.simd import LANES, fma, load, load_difference, splat, store
 
-FEW_ROWS = 64
-CHUNK_WORDS = 144
-"""With more rows than a few, weights are used often, and are multiplied in chunks of so many words: what a block of
-rows and a unit of weights need then stays in the first-level cache."""
-
 
 class Packed(NamedTuple):
-    """One packed projection: where its first word and its first column lie in the arrays of many."""
+    """One packed projection: where its first word and its first column lie in the memory of many.
+
+    Kernels have pointers there; what is handed to them has arrays.
+    """
 
     words: Any
     scales: Any
@@ -35,7 +34,7 @@ class Packed(NamedTuple):
     first_column: int
 
 
-def begin(kind, config, kept):  # pragma: no cover
+def begin(kind: Any, config: Any, kept: Any) -> None:  # pragma: no cover
     """Sets a thread's tiles up."""
     raise TypeError(COMPILED_ONLY)
 
@@ -54,7 +53,7 @@ def _begin(kind, config, kept):
     return set_up if in_tiles(kind) else nothing
 
 
-def end(kind, kept):  # pragma: no cover
+def end(kind: Any, kept: Any) -> None:  # pragma: no cover
     """Puts a thread's tiles back."""
     raise TypeError(COMPILED_ONLY)
 
@@ -80,10 +79,10 @@ def words_of(kind, made, activations):  # pragma: no cover
 @overload(words_of)
 def _words_of(kind, made, activations):
     def as_made(kind, made, activations):
-        return made.view(np.int32)
+        return as_words(made)
 
     def as_quantized(kind, made, activations):
-        return activations.view(np.int32)
+        return as_words(activations)
 
     return as_quantized if is_quantized(kind) else as_made
 
@@ -106,43 +105,32 @@ def _quantize_rows(kind, made, width, activations, scales, first, last):
     return quantize if is_quantized(kind) else nothing
 
 
-def unit_product(kind, a, packed, scales, unit, num_rows, width, numbers):  # pragma: no cover
-    """Sets ``numbers`` [rows, 32] float32 to the product of all rows and one unit, which is a pair of strips."""
+def block_product(kind, a, packed, scales, unit, row, count, width, numbers):  # pragma: no cover
+    """Sets ``numbers`` [32, 32] float32 to the product of a unit (a pair of strips) and ``count`` rows, 32 at most."""
     raise TypeError(COMPILED_ONLY)
 
 
-@overload(unit_product)
-def _unit_product(kind, a, packed, scales, unit, num_rows, width, numbers):
+@overload(block_product)
+def _block_product(kind, a, packed, scales, unit, row, count, width, numbers):
     product = products.product_of(kinds.PRECISIONS[kind.instance_class], in_tiles=in_tiles(kind))
 
-    @compiled
-    def multiply(kind, a, weights, wi, num_rows, words, numbers):
-        chunk = words
-        if num_rows > FEW_ROWS:
-            chunk = -(-words // -(-words // CHUNK_WORDS) // LANES) * LANES
-        for first in range(0, words, chunk):
-            count = min(chunk, words - first)
-            for row in range(0, num_rows, BLOCK_ROWS):
-                product(
-                    kind, a, row * words + first, words, min(BLOCK_ROWS, num_rows - row), weights, wi + first * LANES,
-                    count, words * LANES, numbers, row * BLOCK_COLUMNS, first > 0,
-                )  # fmt: skip
-
-    def plain(kind, a, packed, scales, unit, num_rows, width, numbers):
+    def plain(kind, a, packed, scales, unit, row, count, width, numbers):
         words = width // kind.per_word
-        multiply(kind, a, packed.words, packed.first_word + unit * BLOCK_COLUMNS * words, num_rows, words, numbers)
+        first = packed.first_word + unit * BLOCK_COLUMNS * words
+        product(kind, a, row * words, words, count, packed.words, first, words, words * LANES, numbers, 0)
 
-    def scaled(kind, a, packed, scales, unit, num_rows, width, numbers):
+    def scaled(kind, a, packed, scales, unit, row, count, width, numbers):
         words = width // kind.per_word
-        integers = numbers.view(np.int32)
-        multiply(kind, a, packed.words, packed.first_word + unit * BLOCK_COLUMNS * words, num_rows, words, integers)
-        first = packed.first_column + unit * BLOCK_COLUMNS
+        first = packed.first_word + unit * BLOCK_COLUMNS * words
+        integers = as_words(numbers)
+        product(kind, a, row * words, words, count, packed.words, first, words, words * LANES, integers, 0)
+        column = packed.first_column + unit * BLOCK_COLUMNS
         zero = splat(np.float32(0))
-        for row in range(num_rows):
-            scale = splat(scales[row])
+        for r in range(count):
+            scale = splat(scales[row + r])
             for i in range(0, BLOCK_COLUMNS, LANES):
-                sums = load_difference(integers, row * BLOCK_COLUMNS + i, packed.offsets, first + i)
-                factor = fma(load(packed.scales, first + i), scale, zero)
-                store(numbers, row * BLOCK_COLUMNS + i, fma(sums, factor, zero))
+                sums = load_difference(integers, r * BLOCK_COLUMNS + i, packed.offsets, column + i)
+                factor = fma(load(packed.scales, column + i), scale, zero)
+                store(numbers, r * BLOCK_COLUMNS + i, fma(sums, factor, zero))
 
     return scaled if is_quantized(kind) else plain

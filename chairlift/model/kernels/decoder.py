@@ -22,17 +22,17 @@ import numpy as np
 from numba import njit
 
 from chairlift.model.kernels import tiles
-from chairlift.model.kernels.by_kind import Packed, begin, end, quantize_rows, unit_product, words_of
-from chairlift.model.kernels.compiling import SOURCE_DIGEST, compiled
-from chairlift.model.kernels.paged_attention import (
-    Pages,
+from chairlift.model.kernels.attention_items import (
+    ITEM,
     Shape,
-    fetch_first,
-    make_scratch,
     merge_partials,
-    run_item,
+    pages_of_layer,
     write_token,
 )
+from chairlift.model.kernels.by_kind import Packed, begin, block_product, end, quantize_rows, words_of
+from chairlift.model.kernels.compiling import SOURCE_DIGEST, compiled
+from chairlift.model.kernels.memory import as_words, part, pointer
+from chairlift.model.kernels.paged_attention import fetch_first, own_scratches, run_item
 from chairlift.model.kernels.products import BLOCK_COLUMNS, BLOCK_ROWS
 from chairlift.model.kernels.rows import embed, gated, normalize, rotate, write_row
 from chairlift.model.kernels.simd import LANES, fma, load, prefetch, splat, store
@@ -47,8 +47,12 @@ NORM, T_QKV, ROTATE, T_ATTENTION, T_OUTPUT, T_GATE_UP, T_DOWN, QUANTIZE, T_HEAD 
 
 
 class Sizes(NamedTuple):
-    """Widths of the model, as in :class:`~chairlift.model.config.ModelConfig`; ``qkv`` is filled up to whole blocks."""
+    """Widths of the model, as in :class:`~chairlift.model.config.ModelConfig`; ``qkv`` is filled up to whole blocks.
 
+    ``attention`` is the kind of :class:`~chairlift.model.kernels.attention_items.Shape`.
+    """
+
+    attention: Any
     num_layers: int
     hidden: int
     inner: int
@@ -85,9 +89,9 @@ class Weights(NamedTuple):
 class Buffers(NamedTuple):
     """What is on its way, [rows, width] each, rows filled up to whole blocks.
 
-    ``x`` (the residual stream) and ``qkv`` are float32. ``activations`` is what a product
-    takes, with ``scales`` for each row for int8. ``attended`` and ``inner`` are what a product takes too; for int8 they
-    are float32 and become ``activations`` first.
+    ``x`` (the residual stream) and ``qkv`` are float32. ``activations`` is what a product takes, with ``scales`` for
+    each row for int8. ``attended`` and ``inner`` are what a product takes too; for int8 they are float32 and become
+    ``activations`` first. Of ``row`` and ``numbers`` (a block of a product) each thread has its own.
     """
 
     x: Any
@@ -96,6 +100,8 @@ class Buffers(NamedTuple):
     inner: Any
     activations: Any
     scales: Any
+    row: Any
+    numbers: Any
 
 
 class Head(NamedTuple):
@@ -133,32 +139,49 @@ class Step(NamedTuple):
 
 
 @compiled
+def _own_buffers(buffers, thread, threads):
+    """Pointers to the rows of all, and to what is a thread's own."""
+    return Buffers(
+        pointer(buffers.x, 0), pointer(buffers.qkv, 0), pointer(buffers.attended, 0), pointer(buffers.inner, 0),
+        pointer(buffers.activations, 0), pointer(buffers.scales, 0), part(buffers.row, thread, threads),
+        part(buffers.numbers, thread, threads),
+    )  # fmt: skip
+
+
+@compiled
 def _product(kind, a, num_rows, width, packed, c, columns, stride, add, scales, numbers, counters, stage):
     """Sets ``c`` [rows, columns], ``stride`` numbers from row to row, to a product of activations, or adds it."""
     one = splat(np.float32(1))
     unit = claim(counters, stage)
     while unit < columns // BLOCK_COLUMNS:
-        unit_product(kind, a, packed, scales, unit, num_rows, width, numbers)
-        for row in range(num_rows):
-            for i in range(0, BLOCK_COLUMNS, LANES):
-                place = row * stride + unit * BLOCK_COLUMNS + i
-                lanes = load(numbers, row * BLOCK_COLUMNS + i)
-                if add:
-                    lanes = fma(load(c, place), one, lanes)
-                store(c, place, lanes)
+        for first in range(0, num_rows, BLOCK_ROWS):
+            count = min(BLOCK_ROWS, num_rows - first)
+            block_product(kind, a, packed, scales, unit, first, count, width, numbers)
+            for row in range(count):
+                for i in range(0, BLOCK_COLUMNS, LANES):
+                    place = (first + row) * stride + unit * BLOCK_COLUMNS + i
+                    lanes = load(numbers, row * BLOCK_COLUMNS + i)
+                    if add:
+                        lanes = fma(load(c, place), one, lanes)
+                    store(c, place, lanes)
         unit = claim(counters, stage)
 
 
 @compiled
 def _gated_product(kind, a, num_rows, width, packed, inner, columns, scales, numbers, counters, stage):
     """Sets ``inner`` [rows, columns] to SiLU of the gate times up."""
-    unit = claim(counters, stage)
-    while unit < columns // LANES:
-        unit_product(kind, a, packed, scales, unit, num_rows, width, numbers)
-        for row in range(num_rows):
-            gate, up = load(numbers, row * BLOCK_COLUMNS), load(numbers, row * BLOCK_COLUMNS + LANES)
-            store(inner, row * columns + unit * LANES, gated(gate, up))
-        unit = claim(counters, stage)
+    units = columns // LANES
+    # Two units fill a cache line of bfloat16, which two threads would take from each other.
+    unit = 2 * claim(counters, stage)
+    while unit < units:
+        for first in range(0, num_rows, BLOCK_ROWS):
+            count = min(BLOCK_ROWS, num_rows - first)
+            for u in range(unit, min(unit + 2, units)):
+                block_product(kind, a, packed, scales, u, first, count, width, numbers)
+                for row in range(count):
+                    gate, up = load(numbers, row * BLOCK_COLUMNS), load(numbers, row * BLOCK_COLUMNS + LANES)
+                    store(inner, (first + row) * columns + u * LANES, gated(gate, up))
+        unit = 2 * claim(counters, stage)
 
 
 @compiled
@@ -191,25 +214,16 @@ def _expect(slot, sizes, keys, values):
 
 
 @compiled
-def _pages_of(layer, sizes, cache):
-    """The part of the cache that is one layer's."""
-    size, scales = len(cache.keys) // sizes.num_layers, len(cache.key_scales) // sizes.num_layers
-    return Pages(
-        cache.keys[layer * size : (layer + 1) * size], cache.values[layer * size : (layer + 1) * size],
-        cache.key_scales[layer * scales : (layer + 1) * scales],
-        cache.value_scales[layer * scales : (layer + 1) * scales],
-    )  # fmt: skip
-
-
-@compiled
 def _shape_of(sizes, window):
-    return Shape(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.block_shift, window, sizes.tile)
+    return Shape(
+        sizes.attention, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.block_shift, window, sizes.tile
+    )  # fmt: skip
 
 
 @compiled
 def _place_rows(first, last, layer, sizes, eps, qkv, bias, q_norm, k_norm, cos, sin, slots, cache, rounded):
     """Rotates a thread's rows, and puts their keys and values in their places."""
-    pages, shape = _pages_of(layer, sizes, cache), _shape_of(sizes, 0)
+    pages, shape = pages_of_layer(cache, layer, sizes.num_layers), _shape_of(sizes, 0)
     if first < last:
         _expect(slots[first], sizes, pages.keys, pages.values)
     for row in range(first, last):
@@ -224,16 +238,19 @@ def _place_rows(first, last, layer, sizes, eps, qkv, bias, q_norm, k_norm, cos, 
 @compiled
 def _attend(layer, sizes, scale, qkv, step, cache, attended, scratch, counters, stage, meetings):
     """The attention of one layer."""
-    pages, shape = _pages_of(layer, sizes, cache), _shape_of(sizes, step.windows[layer])
+    pages, shape = pages_of_layer(cache, layer, sizes.num_layers), _shape_of(sizes, step.windows[layer])
     plan = step.plans[layer]
     first, last = step.item_bounds[plan], step.item_bounds[plan + 1]
+    items, tables, partial = step.items, step.tables, step.partial
     i = first + claim(counters, stage)
     while i < last:
         # The next item is claimed before this one is run, so that its first tokens are on their way meanwhile.
         following = first + claim(counters, stage)
         if following < last:
-            fetch_first(step.items[following], pages, step.tables, shape)
-        run_item(step.items[i], qkv, sizes.qkv, scale, pages, step.tables, shape, step.partial, attended, scratch)
+            fetch_first(pointer(items, following * ITEM), pages, tables, shape)
+        run_item(
+            pointer(items, i * ITEM), qkv, sizes.qkv, scale, pages, tables, shape, partial, attended, scratch
+        )  # fmt: skip
         i = following
     if step.merge_bounds[plan + 1] > step.merge_bounds[plan]:
         meetings = meet(counters, sizes.threads, meetings)
@@ -249,7 +266,9 @@ def _first_projection(words, scales, offsets, layer, sizes, per_word):
     """The projection that a layer begins with: qkv."""
     layer_words = sizes.hidden * (sizes.qkv + sizes.num_heads * sizes.head_dim + 3 * sizes.inner) // per_word
     layer_columns = sizes.qkv + 2 * sizes.hidden + 2 * sizes.inner
-    return Packed(words, scales, offsets, layer * layer_words, layer * layer_columns)
+    return Packed(
+        pointer(words, 0), pointer(scales, 0), pointer(offsets, 0), layer * layer_words, layer * layer_columns
+    )  # fmt: skip
 
 
 @compiled
@@ -277,9 +296,11 @@ def _score(thread, kind, sizes, eps, weight, head, x, activations, scales, row, 
         normalize(x, head.rows[r] * hidden, weight, 0, hidden, eps, row, 0)
         write_row(kind, row, 0, hidden, activations, r * hidden, scales, r)
     meet(counters, sizes.threads, meetings)
+    words, column_scales, offsets, _, _ = head.packed
+    packed = Packed(pointer(words, 0), pointer(column_scales, 0), pointer(offsets, 0), 0, 0)
     _product(
-        kind, activations.view(np.int32), num_rows, hidden, head.packed, head.logits, head.columns, head.stride, False,
-        scales, numbers, counters, stage,
+        kind, as_words(activations), num_rows, hidden, packed, pointer(head.logits, 0), head.columns, head.stride,
+        False, scales, numbers, counters, stage,
     )  # fmt: skip
 
 
@@ -304,7 +325,7 @@ def _mlp(
     _norm_rows(kind, first, last, hidden, norm, layer * hidden, eps, x, activations, scales, row)
     meetings, since = _meet(counters, count, meetings, times, NORM, since)
     _gated_product(
-        kind, activations.view(np.int32), num_rows, hidden, packed, buffers.inner, inner, scales, numbers, counters,
+        kind, as_words(activations), num_rows, hidden, packed, buffers.inner, inner, scales, numbers, counters,
         stage + GATE_UP,
     )  # fmt: skip
     packed = _behind(packed, 2 * inner, hidden, kind.per_word)
@@ -319,22 +340,22 @@ def _mlp(
 
 
 @compiled
-def _run_step(thread, kind, sizes, eps, scale, weights, head, buffers, step, cache, counters, all_times, config):
+def _run_step(
+    thread, kind, sizes, eps, scale, weights, head, all_buffers, all_scratch, step, cache, counters, all_times, config
+):  # fmt: skip
     """See ``run_step``."""
     kept = np.empty(tiles.CONFIG_BYTES, np.uint8)
     begin(kind, config, kept)
     num_rows, count = len(step.token_ids), sizes.threads
     first, last = num_rows * thread // count, num_rows * (thread + 1) // count
     hidden, width = sizes.hidden, sizes.num_heads * sizes.head_dim
-    row = np.empty(hidden, np.float32)
-    numbers = np.empty(-(-max(num_rows, len(head.rows)) // BLOCK_ROWS) * BLOCK_ROWS * BLOCK_COLUMNS, np.float32)
-    rounded = np.empty(sizes.head_dim, cache.keys.dtype)
-    scratch = make_scratch(cache.keys, _shape_of(sizes, 0))
+    buffers, scratch = _own_buffers(all_buffers, thread, count), own_scratches(all_scratch, thread, count)
     x, qkv, activations, scales = buffers.x, buffers.qkv, buffers.activations, buffers.scales
-    words = activations.view(np.int32)
+    row, numbers, words = buffers.row, buffers.numbers, as_words(activations)
     meetings, times, since = 0, all_times[thread], ticks()
+    token_ids, embedding = step.token_ids, weights.embedding
     for r in range(first, last):
-        embed(step.token_ids[r], weights.embedding, x, r * hidden, hidden)
+        embed(token_ids[r], embedding, x, r * hidden, hidden)
     for layer in range(sizes.num_layers):
         stage = 1 + layer * STAGES_PER_LAYER
         _norm_rows(kind, first, last, hidden, weights.attention_norm, layer * hidden, eps, x, activations, scales, row)
@@ -348,7 +369,7 @@ def _run_step(thread, kind, sizes, eps, scale, weights, head, buffers, step, cac
         meetings, since = _meet(counters, count, meetings, times, T_QKV, since)
         _place_rows(
             first, last, layer, sizes, eps, qkv, weights.qkv_bias, weights.q_norm, weights.k_norm, step.cos, step.sin,
-            step.slots, cache, rounded,
+            step.slots, cache, scratch.vectors.rounded,
         )  # fmt: skip
         meetings, since = _meet(counters, count, meetings, times, ROTATE, since)
         meetings = _attend(
@@ -380,7 +401,9 @@ def _build(digest: str, *, cache: bool) -> Any:
     """Makes the kernel. Captures ``digest`` so that Numba's cache of compiled code depends on it."""
 
     @njit(nogil=True, cache=cache, error_model="numpy", boundscheck=False)
-    def run_step(thread, kind, sizes, eps, scale, weights, head, buffers, step, cache, counters, times, config):
+    def run_step(
+        thread, kind, sizes, eps, scale, weights, head, buffers, scratch, step, cache, counters, times, config
+    ):  # fmt: skip
         """One thread's part of a step, up to the logits of the rows that are sampled. All threads have to call it.
 
         With no layers and no rows in ``step`` it computes logits alone, of what is in ``buffers.x``. ``counters`` has
@@ -388,7 +411,9 @@ def _build(digest: str, *, cache: bool) -> Any:
         processor's clock; ``config`` is :func:`tiles.full_tiles`.
         """
         digest  # noqa: B018
-        _run_step(thread, kind, sizes, eps, scale, weights, head, buffers, step, cache, counters, times, config)
+        _run_step(
+            thread, kind, sizes, eps, scale, weights, head, buffers, scratch, step, cache, counters, times, config
+        )  # fmt: skip
 
     return run_step
 

@@ -27,6 +27,7 @@ from numba.extending import intrinsic
 
 from chairlift.model.kernels import tiles
 from chairlift.model.kernels.compiling import compiled
+from chairlift.model.kernels.memory import data_of
 from chairlift.model.kernels.simd import LANES
 
 BLOCK_ROWS = 32
@@ -81,20 +82,20 @@ def _instruction(name: str, sums_type: Any) -> Callable[..., Any]:
 
 
 def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any, pointee: Any) -> Any:
-    data = context.make_array(array_type)(context, builder, array).data
+    data = data_of(context, builder, array_type, array)
     return builder.bitcast(builder.gep(data, [index]), pointee.as_pointer())
 
 
 def _vector_block(rows: int, multiply_add: Callable[..., Any], sums_type: Any) -> Any:
-    """Rows of activations by two strips, in registers. With ``add`` the sums begin with what ``c`` holds."""
+    """Rows of activations by two strips, in registers."""
 
     @intrinsic
     def block(
         typing_context: Any, a: Any, ai: Any, stride: Any, weights: Any, wi: Any, words: Any, strip: Any, c: Any,
-        ci: Any, add: Any,
+        ci: Any,
     ) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            a_, ai_, stride_, w_, wi_, words_, strip_, c_, ci_, add_ = arguments
+            a_, ai_, stride_, w_, wi_, words_, strip_, c_, ci_ = arguments
             i64 = ci_.type
             cells = [(row, column) for row in range(rows) for column in range(STRIPS)]
             places = [
@@ -104,13 +105,8 @@ def _vector_block(rows: int, multiply_add: Callable[..., Any], sums_type: Any) -
                 for row, column in cells
             ]
             sums = [cgutils.alloca_once(builder, sums_type) for _ in cells]
-            with builder.if_else(add_) as (kept, cleared):
-                with kept:
-                    for place, total in zip(places, sums, strict=True):
-                        builder.store(builder.load(place, align=WORD_BYTES), total)
-                with cleared:
-                    for total in sums:
-                        builder.store(sums_type(None), total)
+            for total in sums:
+                builder.store(sums_type(None), total)
             zeros = ir.Constant(_I32X16, [0] * LANES)
             with cgutils.for_range(builder, words_) as loop:
                 word = builder.add(wi_, builder.mul(loop.index, i64(LANES)))
@@ -131,7 +127,7 @@ def _vector_block(rows: int, multiply_add: Callable[..., Any], sums_type: Any) -
             return context.get_dummy_value()
 
         numbers = (types.intp,) * 2
-        return types.void(a, *numbers, weights, *numbers, types.intp, c, types.intp, types.boolean), generate
+        return types.void(a, *numbers, weights, *numbers, types.intp, c, types.intp), generate
 
     return block
 
@@ -140,23 +136,23 @@ def _vector_product(multiply_add: Callable[..., Any], sums_type: Any) -> Any:
     eight, four, two, one = (_vector_block(rows, multiply_add, sums_type) for rows in (8, 4, 2, 1))
 
     @compiled
-    def product(kind, a, ai, stride, rows, weights, wi, words, strip, c, ci, add):
+    def product(kind, a, ai, stride, rows, weights, wi, words, strip, c, ci):
         """Computes a block; see :func:`product_of`."""
         row = 0
         while row < rows:
             left = rows - row
             at, ct = ai + row * stride, ci + row * BLOCK_COLUMNS
             if left >= 8:
-                eight(a, at, stride, weights, wi, words, strip, c, ct, add)
+                eight(a, at, stride, weights, wi, words, strip, c, ct)
                 row += 8
             elif left >= 4:
-                four(a, at, stride, weights, wi, words, strip, c, ct, add)
+                four(a, at, stride, weights, wi, words, strip, c, ct)
                 row += 4
             elif left >= 2:
-                two(a, at, stride, weights, wi, words, strip, c, ct, add)
+                two(a, at, stride, weights, wi, words, strip, c, ct)
                 row += 2
             else:
-                one(a, at, stride, weights, wi, words, strip, c, ct, add)
+                one(a, at, stride, weights, wi, words, strip, c, ct)
                 row += 1
 
     return product
@@ -167,28 +163,21 @@ def _vector_product(multiply_add: Callable[..., Any], sums_type: Any) -> Any:
 
 def _tile_product(multiply: Any) -> Any:
     multiply_whole, multiply_half = multiply
-    load_whole, load_half = tiles.load_block
     store_whole, store_half = tiles.store_block
     clear, step = tiles.clear_block, tiles.TILE_ROWS
 
     @compiled
-    def product(kind, a, ai, stride, rows, weights, wi, words, strip, c, ci, add):
+    def product(kind, a, ai, stride, rows, weights, wi, words, strip, c, ci):
         """Computes a block, of 16 or 32 rows whatever ``rows`` is; see :func:`product_of`."""
-        whole = rows > step
-        if add and whole:
-            load_whole(c, ci)
-        elif add:
-            load_half(c, ci)
-        else:
-            clear()
-        if whole:
+        clear()
+        if rows > step:
             for word in range(0, words, step):
-                multiply_whole(a, ai + word, stride, weights, wi + word * LANES, strip)
-            store_whole(c, ci)
+                multiply_whole(a, ai + word, stride, weights, wi + word * LANES, LANES, strip)
+            store_whole(c, ci, BLOCK_COLUMNS)
         else:
             for word in range(0, words, step):
-                multiply_half(a, ai + word, stride, weights, wi + word * LANES, strip)
-            store_half(c, ci)
+                multiply_half(a, ai + word, stride, weights, wi + word * LANES, LANES, strip)
+            store_half(c, ci, BLOCK_COLUMNS)
 
     return product
 
@@ -214,9 +203,9 @@ def uses_tiles(precision: str) -> bool:
 
 @cache
 def product_of(precision: str, *, in_tiles: bool) -> Any:
-    """The kernel ``product(kind, a, ai, stride, rows, weights, wi, words, strip, c, ci, add)``.
+    """The kernel ``product(kind, a, ai, stride, rows, weights, wi, words, strip, c, ci)``.
 
-    It sets, or with ``add`` adds to, the first ``rows`` rows of a block of 32 by 32 numbers that begins at ``c[ci]``.
+    It sets the first ``rows`` rows of a block of 32 by 32 numbers that begins at ``c[ci]``.
     ``a`` holds words: row r begins at ``a[ai + r * stride]``. ``words`` of each row meet as many of each of the two
     strips of weights, which begin at ``weights[wi]``, ``strip`` words apart. ``c`` is float32, for int8 int32;
     activations are unsigned then. In tiles, rows are computed by sixteens, so that memory for them has to be there,

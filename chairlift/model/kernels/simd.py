@@ -3,8 +3,8 @@
 LLVM's vectoriser gives up on short loops over arrays that might overlap, and does not say so. Here a kernel states its
 vectors itself, and LLVM fits them to the registers that the processor has.
 
-Arrays are flat and contiguous, of float32, of int16 that holds the bits of bfloat16, or of int8. Nothing is
-bounds-checked.
+Arrays are flat and contiguous, or pointers; of float32, of int16 that holds the bits of bfloat16, or of int8. Nothing
+is bounds-checked.
 """
 
 # ruff: noqa: ARG001 -- Numba looks at the parameters' number and names.
@@ -17,7 +17,9 @@ from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils, types
-from numba.extending import intrinsic, models, register_model
+from numba.extending import models, register_model
+
+from chairlift.model.kernels.memory import data_of, operation
 
 LANES = 16
 
@@ -50,11 +52,6 @@ class _VectorModel(models.PrimitiveModel):
         super().__init__(dmm, fe_type, _F32)  # type: ignore[no-untyped-call]
 
 
-def _operation(typing: Callable[..., tuple[Any, Callable[..., Any]]]) -> Any:
-    """An operation for kernels: ``typing`` returns its signature, and what emits its code."""
-    return intrinsic(typing)
-
-
 def _splat(builder: Any, scalar: Any) -> Any:
     """A vector with the same scalar in each lane."""
     one = builder.insert_element(ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined), scalar, _index(0))
@@ -80,7 +77,7 @@ def _float(x: float) -> Any:
 
 
 def _pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any, pointee: Any) -> Any:
-    data = context.make_array(array_type)(context, builder, array).data
+    data = data_of(context, builder, array_type, array)
     return builder.bitcast(builder.gep(data, [index]), pointee.as_pointer())
 
 
@@ -97,7 +94,7 @@ def _rounded_to_int8(builder: Any, lanes: Any) -> Any:
     return builder.trunc(bits, _I8)
 
 
-@_operation
+@operation
 def load(typing_context: Any, array: Any, index: Any) -> tuple[Any, Callable[..., Any]]:
     """Lanes from ``array[index:index + 16]``."""
 
@@ -115,7 +112,7 @@ def load(typing_context: Any, array: Any, index: Any) -> tuple[Any, Callable[...
     return vector(array, types.intp), generate
 
 
-@_operation
+@operation
 def store(typing_context: Any, array: Any, index: Any, lanes: Any) -> tuple[Any, Callable[..., Any]]:
     """Writes the lanes to ``array[index:index + 16]``, rounded to nearest, ties to even; to int8 from -128 to 127."""
 
@@ -140,7 +137,36 @@ def store(typing_context: Any, array: Any, index: Any, lanes: Any) -> tuple[Any,
     return types.void(array, types.intp, vector), generate
 
 
-@_operation
+@operation
+def interleave(
+    typing_context: Any, array: Any, i: Any, j: Any, target: Any, index: Any
+) -> tuple[Any, Callable[..., Any]]:
+    """Writes the 16 numbers from ``array[i]`` and those from ``array[j]`` on in turns, as bfloat16.
+
+    The array holds bfloat16 or int8; 32 numbers are written from ``target[index]`` on.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        stored, halves = _stored(array), []
+        for place in arguments[1:3]:
+            lanes = builder.load(
+                _pointer(context, builder, array, arguments[0], place, stored), align=array.dtype.bitwidth // 8
+            )
+            if stored is _I8:
+                # A number of eight bits fills no more than the upper half of a float32.
+                bits = builder.bitcast(builder.sitofp(builder.sext(lanes, _I32), _F32), _I32)
+                lanes = builder.trunc(builder.lshr(bits, _splat(builder, ir.Constant(ir.IntType(32), 16))), _I16)
+            halves.append(lanes)
+        order = [lane + half * LANES for lane in range(LANES) for half in range(2)]
+        mask = ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), order)
+        both = builder.shuffle_vector(*halves, mask)
+        builder.store(both, _pointer(context, builder, target, arguments[3], arguments[4], both.type), align=2)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp, target, types.intp), generate
+
+
+@operation
 def prefetch(typing_context: Any, array: Any, index: Any) -> tuple[Any, Callable[..., Any]]:
     """Asks for the cache line of ``array[index]``, which will be read soon."""
 
@@ -155,7 +181,7 @@ def prefetch(typing_context: Any, array: Any, index: Any) -> tuple[Any, Callable
     return types.void(array, types.intp), generate
 
 
-@_operation
+@operation
 def store_uint8(typing_context: Any, array: Any, index: Any, lanes: Any) -> tuple[Any, Callable[..., Any]]:
     """Writes lanes from -128 to 127, rounded to nearest and 128 larger, to the bytes ``array[index:index + 16]``."""
 
@@ -168,7 +194,7 @@ def store_uint8(typing_context: Any, array: Any, index: Any, lanes: Any) -> tupl
     return types.void(array, types.intp, vector), generate
 
 
-@_operation
+@operation
 def load_difference(typing_context: Any, a: Any, ai: Any, b: Any, bi: Any) -> tuple[Any, Callable[..., Any]]:
     """Sixteen int32 numbers of ``a`` from ``a[ai]`` on less as many of ``b``, as float32."""
 
@@ -182,7 +208,7 @@ def load_difference(typing_context: Any, a: Any, ai: Any, b: Any, bi: Any) -> tu
     return vector(a, types.intp, b, types.intp), generate
 
 
-@_operation
+@operation
 def splat(typing_context: Any, scalar: Any) -> tuple[Any, Callable[..., Any]]:
     """The same number in each lane."""
 
@@ -192,7 +218,7 @@ def splat(typing_context: Any, scalar: Any) -> tuple[Any, Callable[..., Any]]:
     return vector(types.float32), generate
 
 
-@_operation
+@operation
 def broadcast(typing_context: Any, array: Any, index: Any) -> tuple[Any, Callable[..., Any]]:
     """The float32 number ``array[index]`` in each lane."""
 
@@ -203,7 +229,7 @@ def broadcast(typing_context: Any, array: Any, index: Any) -> tuple[Any, Callabl
     return vector(array, types.intp), generate
 
 
-@_operation
+@operation
 def fma(typing_context: Any, a: Any, b: Any, c: Any) -> tuple[Any, Callable[..., Any]]:
     """``a * b + c`` lane by lane."""
 
@@ -213,7 +239,7 @@ def fma(typing_context: Any, a: Any, b: Any, c: Any) -> tuple[Any, Callable[...,
     return vector(vector, vector, vector), generate
 
 
-@_operation
+@operation
 def maximum(typing_context: Any, a: Any, b: Any) -> tuple[Any, Callable[..., Any]]:
     """The larger lane of each pair; ``b`` where either is NaN."""
 
@@ -223,7 +249,7 @@ def maximum(typing_context: Any, a: Any, b: Any) -> tuple[Any, Callable[..., Any
     return vector(vector, vector), generate
 
 
-@_operation
+@operation
 def minimum(typing_context: Any, a: Any, b: Any) -> tuple[Any, Callable[..., Any]]:
     """The smaller lane of each pair; ``b`` where either is NaN."""
 
@@ -233,7 +259,7 @@ def minimum(typing_context: Any, a: Any, b: Any) -> tuple[Any, Callable[..., Any
     return vector(vector, vector), generate
 
 
-@_operation
+@operation
 def divide(typing_context: Any, a: Any, b: Any) -> tuple[Any, Callable[..., Any]]:
     """``a / b`` lane by lane."""
 
@@ -243,7 +269,7 @@ def divide(typing_context: Any, a: Any, b: Any) -> tuple[Any, Callable[..., Any]
     return vector(vector, vector), generate
 
 
-@_operation
+@operation
 def keep_between(typing_context: Any, a: Any, low: Any, high: Any) -> tuple[Any, Callable[..., Any]]:
     """Lanes ``low <= lane < high`` of ``a``; minus infinity in the others."""
 
@@ -259,7 +285,7 @@ def keep_between(typing_context: Any, a: Any, low: Any, high: Any) -> tuple[Any,
     return vector(vector, types.int64, types.int64), generate
 
 
-@_operation
+@operation
 def exp2(typing_context: Any, a: Any) -> tuple[Any, Callable[..., Any]]:
     """2 to the power of each lane, for lanes of at most 127; exactly 0 below -126. NaN stays NaN."""
 
@@ -289,7 +315,7 @@ def _fold(builder: Any, lanes: Any, combine: Callable[[Any, Any], Any]) -> Any:
     return builder.extract_element(lanes, _index(0))
 
 
-@_operation
+@operation
 def largest(typing_context: Any, a: Any) -> tuple[Any, Callable[..., Any]]:
     """The largest lane."""
 
@@ -299,7 +325,7 @@ def largest(typing_context: Any, a: Any) -> tuple[Any, Callable[..., Any]]:
     return types.float32(vector), generate
 
 
-@_operation
+@operation
 def total(typing_context: Any, a: Any) -> tuple[Any, Callable[..., Any]]:
     """The sum of the lanes."""
 

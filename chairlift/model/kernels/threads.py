@@ -24,10 +24,14 @@ COUNTER = 8
 """Numbers from one counter to the next: a cache line."""
 ARRIVED, SLEEPERS = 0, 1
 """The first counter's line has how often threads have come to a meeting, and how many of them sleep there."""
-SPINS = 4000
-"""Turns that a thread waits for the others before it sleeps: some tens of microseconds. Whom it waits for may be off
+SPINS = 60000
+"""Turns that a thread waits for the others before it sleeps: about a hundred microseconds. Whom it waits for may be off
 its core. To spin on would keep that one off it, where others use the cores too; to yield would cost a time slice at
-each meeting; a thread that is woken from sleep is run soon."""
+each meeting; a thread that is woken from sleep is run soon.
+
+It has to be several times as long as waking takes (20 to 30 microseconds on a virtual machine). If it is shorter, one
+sleep brings about the next: who wakes a thread is at the next meeting long before it, and sleeps there in its turn.
+Every meeting took 25 microseconds then rather than a tenth of one, which was a fourth of a step."""
 
 # The sleeping and waking of Linux, futex(2), by its number on this processor; elsewhere threads yield.
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if platform.system() == "Linux" else None

@@ -20,14 +20,12 @@ from llvmlite import binding, ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from chairlift.model.kernels.memory import data_of
+
 TILE_ROWS = 16
 TILE_BYTES = 64
 CONFIG_BYTES = 64
-BLOCK_COLUMNS = 32
-AHEAD = 32
-"""Words that rows are asked for before they are needed, two steps: a tile whose rows come from the second-level cache
-takes half as long again to load."""
-
+WORD_BYTES = 4
 # Linux hands out the tiles' state only to processes that ask: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
 _SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
@@ -55,7 +53,7 @@ def full_tiles() -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
-    data = context.make_array(array_type)(context, builder, array).data
+    data = data_of(context, builder, array_type, array)
     return builder.bitcast(builder.gep(data, [index]), _BYTES)
 
 
@@ -82,13 +80,6 @@ keep_configuration = _config_operation("sttilecfg")
 """Writes how this thread's tiles are set up to 64 bytes."""
 
 
-def _operands(context: Any, builder: Any, array_type: Any, array: Any, index: Any, stride: Any, row: int) -> Any:
-    """Address of ``array[index + 16 * row * stride]`` and its stride in bytes, for arrays of four-byte numbers."""
-    if row:
-        index = builder.add(index, builder.mul(stride, _I64(TILE_ROWS * row)))
-    return _address(context, builder, array_type, array, index), builder.mul(stride, _I64(4))
-
-
 @intrinsic
 def clear_block(typing_context: Any) -> tuple[Any, Callable[..., Any]]:
     """Zeroes the block: tiles 0 to 3, two by two, which are 32 rows by 32 columns of four-byte numbers."""
@@ -103,58 +94,51 @@ def clear_block(typing_context: Any) -> tuple[Any, Callable[..., Any]]:
 
 def _move(name: str, rows: int) -> Any:
     @intrinsic
-    def operation(typing_context: Any, array: Any, index: Any) -> tuple[Any, Callable[..., Any]]:
+    def operation(typing_context: Any, array: Any, index: Any, stride: Any) -> tuple[Any, Callable[..., Any]]:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            array_, index_, stride_ = arguments
+            pitch = builder.mul(stride_, _I64(WORD_BYTES))
             for tile in range(2 * rows):
-                offset = _I64(TILE_ROWS * (tile // 2) * BLOCK_COLUMNS + TILE_ROWS * (tile % 2))
-                pointer = _address(context, builder, array, arguments[0], builder.add(arguments[1], offset))
-                _emit(builder, name, _I8(tile), pointer, _I64(4 * BLOCK_COLUMNS))
+                place = builder.add(index_, builder.mul(stride_, _I64(TILE_ROWS * (tile // 2))))
+                place = builder.add(place, _I64(TILE_ROWS * (tile % 2)))
+                _emit(builder, name, _I8(tile), _address(context, builder, array, array_, place), pitch)
             return context.get_dummy_value()
 
-        return types.void(array, types.intp), generate
+        return types.void(array, types.intp, types.intp), generate
 
     return operation
 
 
 load_block = _move("tileloadd64", 2), _move("tileloadd64", 1)
-"""Reads the block, or its upper half, from ``array[index]`` on, where 32 rows of 32 four-byte numbers lie."""
+"""Reads the block, or its upper half, from ``array[index]`` on: rows of 32 numbers of four bytes, ``stride`` numbers
+apart."""
 store_block = _move("tilestored64", 2), _move("tilestored64", 1)
 """Writes it there."""
-
-
-def _prefetch(builder: Any, address: Any) -> None:
-    number = ir.IntType(32)
-    kinds = ir.FunctionType(ir.VoidType(), [_BYTES, number, number, number])
-    function = cgutils.get_or_insert_function(builder.module, kinds, "llvm.prefetch.p0")  # type: ignore[no-untyped-call]
-    builder.call(function, [address, number(0), number(3), number(1)])
 
 
 def _multiply(product: str, rows: int) -> Any:
     @intrinsic
     def operation(
-        typing_context: Any, a: Any, ai: Any, stride: Any, weights: Any, wi: Any, strip: Any
+        typing_context: Any, a: Any, ai: Any, stride: Any, b: Any, bi: Any, pitch: Any, strip: Any
     ) -> tuple[Any, Callable[..., Any]]:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            a_, ai_, stride_, w_, wi_, strip_ = arguments
+            a_, ai_, stride_, b_, bi_, pitch_, strip_ = arguments
 
-            def load_weights(column: int) -> None:
-                place = builder.add(wi_, strip_) if column else wi_
-                _emit(builder, "tileloadd64", _I8(6 + column), _address(context, builder, weights, w_, place), _I64(64))
+            def load(tile: int, kind: Any, array: Any, place: Any, stride: Any) -> None:
+                address = _address(context, builder, kind, array, place)
+                _emit(builder, "tileloadd64", _I8(tile), address, builder.mul(stride, _I64(WORD_BYTES)))
 
             def load_rows(row: int) -> None:
-                _emit(builder, "tileloadd64", _I8(4 + row), *_operands(context, builder, a, a_, ai_, stride_, row))
-                for line in range(TILE_ROWS):
-                    place = builder.add(ai_, builder.mul(stride_, _I64(TILE_ROWS * row + line)))
-                    _prefetch(builder, _address(context, builder, a, a_, builder.add(place, _I64(AHEAD))))
+                load(4 + row, a, a_, builder.add(ai_, builder.mul(stride_, _I64(TILE_ROWS * row))), stride_)
 
             def multiply(row: int, column: int) -> None:
                 _emit(builder, product, _I8(2 * row + column), _I8(4 + row), _I8(6 + column))
 
             # Each load stands where a product can run beside it.
-            load_weights(0)
+            load(6, b, b_, bi_, pitch_)
             load_rows(0)
             multiply(0, 0)
-            load_weights(1)
+            load(7, b, b_, builder.add(bi_, strip_), pitch_)
             multiply(0, 1)
             for row in range(1, rows):
                 load_rows(row)
@@ -162,14 +146,15 @@ def _multiply(product: str, rows: int) -> Any:
                 multiply(row, 1)
             return context.get_dummy_value()
 
-        signature = types.void(a, types.intp, types.intp, weights, types.intp, types.intp)
+        signature = types.void(a, types.intp, types.intp, b, types.intp, types.intp, types.intp)
         return signature, generate
 
     return operation
 
 
 multiply_bfloat16 = _multiply("tdpbf16ps", 2), _multiply("tdpbf16ps", 1)
-"""Adds to the block, or its upper half, a step of a product: 16 words of each row of ``a`` from word ``ai`` on, times
-two packed tiles of weights, at ``wi`` and ``strip`` words behind it. Words are pairs of bfloat16."""
+"""Adds to the block, or its upper half, a step of a product: 16 words of each row of ``a``, which begin at word ``ai``
+and lie ``stride`` words apart, times two tiles of ``b``, at word ``bi`` and ``strip`` words behind it, whose rows lie
+``pitch`` words apart. Words are pairs of bfloat16."""
 multiply_int8 = _multiply("tdpbusd", 2), _multiply("tdpbusd", 1)
-"""The same for words of four unsigned bytes in ``a``, and of four signed ones in the weights."""
+"""The same for words of four unsigned bytes in ``a``, and of four signed ones in ``b``."""

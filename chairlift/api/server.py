@@ -44,6 +44,8 @@ PROBE_SECONDS = 0.1
 POLL_SECONDS = 0.02
 HAS_ROOM = "chairlift.has_room"
 """Key of a scope under which a function stands that says whether ``send`` would not wait now. Then it needs no task."""
+ABORT = "chairlift.abort"
+"""Key of a scope under which a function stands that drops the connection, with what its client has not read."""
 INTERIM_RESPONSE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -198,6 +200,7 @@ async def serve(
         log_config=None,
         log_level="warning",
         access_log=False,
+        proxy_headers=False,  # else whoever connects from this machine says itself who it is
         server_header=False,
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
@@ -253,6 +256,7 @@ class _Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope[HAS_ROOM] = self._has_room  # type: ignore[literal-required]
+        self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]
         self._in_head = True
         self._expect_head()
         self._head_bytes = -self._read_bytes  # what is read now may be mostly the end of an earlier body

@@ -21,10 +21,6 @@ class OverdueError(UpstreamError):
     """The server took too long."""
 
 
-class ClientStalledError(Exception):
-    """The client did not take its answer."""
-
-
 class RolledBackError(Exception):
     """The candidate lost its traffic before it had answered anything."""
 
@@ -82,11 +78,8 @@ class Attempt:
 
     def check(self, now: float, timeouts: Timeouts) -> None:
         """Ends it if it is overdue."""
-        blocked = self.sample.blocked_since
-        if blocked is not None:
+        if self.sample.blocked_since is not None:
             self._last = now  # what the server has sent meanwhile lies in buffers
-            if now - blocked > timeouts.total:
-                self.end(ClientStalledError(f"the client read nothing for {timeouts.total:g} s"))
         elif now - self._begun > timeouts.total and self.sample.age(now) > timeouts.total:
             self.end(OverdueError(f"no end after {timeouts.total:g} s"))
         elif self.streams and not self._any_byte and now - self._begun > timeouts.first_byte:

@@ -21,7 +21,7 @@ KEEP_ALIVE_SECONDS = 4.0
 """Idle connections are closed before the usual servers do it (uvicorn after 5 s), or now and then a request would go
 out on one that is just being closed."""
 MOST_HEAD_BYTES = 64 * 1024
-"""Most that an answer may have before its body, give or take one read of the socket."""
+"""Most that an answer may have before its body, or after it, give or take one read of the socket."""
 MOST_WAITING_BYTES = 64 * 1024
 """Beyond that no more is read until the pieces that came have been taken."""
 USUALLY_WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
@@ -53,7 +53,6 @@ class Connection(asyncio.Protocol):
     Attributes:
         status: of the answer.
         headers: of the answer, with names in lower case.
-        closed: no request can be sent on it any more.
     """
 
     _transport: asyncio.Transport
@@ -62,7 +61,6 @@ class Connection(asyncio.Protocol):
     def __init__(self, keep: Callable[[Connection], None]) -> None:
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
-        self.closed = False
         self._keep = keep
         self._loop = asyncio.get_running_loop()
         self._parser = HttpResponseParser(self)
@@ -71,6 +69,11 @@ class Connection(asyncio.Protocol):
         self._failure: str | None = None
         self._begin("")
         self._ended = True
+
+    @property
+    def closed(self) -> bool:
+        """No request can be sent on it any more, also while asyncio has yet to say that it is lost."""
+        return self._transport.is_closing()
 
     async def send(self, method: str, request: bytes) -> None:
         """Sends a request, and returns when the status and the headers of the answer are there.
@@ -110,20 +113,20 @@ class Connection(asyncio.Protocol):
 
     def release(self) -> None:
         """The answer has been read, as far as anybody cares. Unless it came to its end, the server is cut off."""
-        if self._reusable and not self.closed and self._transport.get_write_buffer_size() == 0:
+        usable = self._reusable and not self._paused and not self.closed
+        if usable and self._transport.get_write_buffer_size() == 0:
             self._keep(self)
         else:
             self.abort()
 
     def abort(self) -> None:
         """Closes the connection at once."""
-        self.closed = True
         self._transport.abort()
 
     def _begin(self, method: str) -> None:
         self._is_head = method == "HEAD"
         self.headers = []
-        self._head_bytes = 0
+        self._bare_bytes = 0
         self._head_is_here = self._ended = self._until_close = self._reusable = self._paused = False
         self._pieces: list[bytes] = []
         self._waiting_bytes = 0
@@ -162,19 +165,18 @@ class Connection(asyncio.Protocol):
             self._reusable = False
             self.abort()
             return
+        self._bare_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except HttpParserUpgrade:
             self._fail("the server changes to another protocol")
         except HttpParserError as error:
             self._fail(f"the answer is no HTTP ({error})")
-        if not self._head_is_here:
-            self._head_bytes += len(data)
-            if self._head_bytes > MOST_HEAD_BYTES:
-                self._fail(f"the answer's headers are larger than {MOST_HEAD_BYTES} bytes")
-        elif self._pieces and self._take is not None:
+        if self._bare_bytes > MOST_HEAD_BYTES:
+            self._fail(f"the answer's headers are larger than {MOST_HEAD_BYTES} bytes")
+        if self._head_is_here and self._pieces and self._take is not None:
             self._offer(self._take)
-        if self._waiting_bytes > MOST_WAITING_BYTES and not self._ended:
+        if self._waiting_bytes > MOST_WAITING_BYTES and not self._ended and not self.closed:
             self._paused = True
             self._transport.pause_reading()
         if self._pieces or self._ended or self._failure is not None or self._take is None:
@@ -182,7 +184,6 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is closed."""
-        self.closed = True
         if exc is None and self._failure is None and self._head_is_here and self._until_close:
             self._ended = True
         self._failure = self._failure or (str(exc) if exc else "the server closed the connection")
@@ -219,18 +220,25 @@ class Connection(asyncio.Protocol):
         if self._ended:
             return
         self.status = self._parser.get_status_code()
+        if not 100 <= self.status <= 599:
+            self._fail(f"there is no status {self.status}")
+            return
         if self.status < 200:  # an interim answer; another one follows
             self.headers = []
             return
+        codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if codings not in ([], [b"chunked"]):  # the body would be passed on as something that it is not
+            self._fail(f"a transfer coding that nobody asked for: {b', '.join(codings).decode('latin-1')}")
+            return
         self._head_is_here = True
-        named = dict(self.headers)
-        chunked = named.get(b"transfer-encoding", b"").lower().endswith(b"chunked")
-        self._until_close = not chunked and b"content-length" not in named and self.status not in NO_BODY_STATUSES
+        measured = codings or any(name == b"content-length" for name, _ in self.headers)
+        self._until_close = not measured and self.status not in NO_BODY_STATUSES
         if self._is_head:  # the parser does not know that no body comes, so this connection is of no further use
             self._ended = True
 
     def on_body(self, piece: bytes) -> None:
         """A part of the body."""
+        self._bare_bytes = 0
         if not self._ended:
             self._pieces.append(piece)
             self._waiting_bytes += len(piece)

@@ -10,11 +10,11 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from chairlift.api.errors import APIError
-from chairlift.api.server import HAS_ROOM
+from chairlift.api.server import ABORT, HAS_ROOM
 from chairlift.canary.adapter import AdapterError
-from chairlift.canary.attempt import Attempt, ClientStalledError, OverdueError, RolledBackError, Watchdog
+from chairlift.canary.attempt import Attempt, OverdueError, RolledBackError, Watchdog
 from chairlift.canary.breaker import Breaker
-from chairlift.canary.client import Client
+from chairlift.canary.client import Client, ClientStalledError
 from chairlift.canary.config import CanaryConfig
 from chairlift.canary.connection import UpstreamError
 from chairlift.canary.metrics import CanaryMetrics
@@ -66,12 +66,13 @@ class Proxy:
             return
         except ClientDisconnect:
             return
-        client = Client(send, request.request_id, scope[HAS_ROOM])
+        client = Client(send, request.request_id, scope[HAS_ROOM], self._config.timeouts.total)
         try:
             async with client.watched(receive):
                 await self._answer(request, client)
         except ClientStalledError as error:
             logger.warning("%s: %s; its connection is cut", request.request_id, error)
+            scope[ABORT]()  # closed as usual, it would stay until the client has read what is buffered
 
     @property
     def shadow_results(self) -> dict[str, int]:

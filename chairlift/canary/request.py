@@ -121,7 +121,8 @@ def end_to_end(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
     kept: dict[str, str] = {}
     for name, value in headers:
         name = name.lower()
-        kept[name] = f"{kept[name]}, {value}" if name in kept else value
+        between = "; " if name == "cookie" else ", "
+        kept[name] = f"{kept[name]}{between}{value}" if name in kept else value
     named = {name.strip().lower() for name in kept.get("connection", "").split(",")}
     return {name: value for name, value in kept.items() if name not in NOT_SENT_ON and name not in named}
 

@@ -13,6 +13,9 @@ from pydantic_core import from_json
 MOST_EVENT_BYTES = 4 * 1024 * 1024
 ENDS = (b"\n\n", b"\r\n\r\n")
 FIELDS = (b"event:", b"id:", b"retry:", b":")
+LAST_OF_RESPONSE = ("response.completed", "response.incomplete")
+"""Types of the events with which a stream of ``/v1/responses`` ends, where others have ``[DONE]``."""
+FAILURES = ("response.failed", "error")
 
 
 class BrokenStreamError(Exception):
@@ -26,7 +29,7 @@ class EventStream:
     always ends where an event ends.
 
     Attributes:
-        done: ``[DONE]`` has come.
+        done: ``[DONE]`` has come, or the last event of a response.
         has_token: some event had text, a tool call or reasoning in it.
         text: what a client would show, of choice 0, if ``keep_text``.
         finish_reason: of choice 0, if ``keep_text``.
@@ -66,32 +69,40 @@ class EventStream:
         if self._rest.strip():
             raise BrokenStreamError("the stream ended in the middle of an event")
         if not self.done:
-            raise BrokenStreamError("the stream ended without [DONE]")
+            raise BrokenStreamError("the stream ended without [DONE] or the last event of a response")
 
     def _check(self, data: bytes) -> None:
         if data == b"[DONE]":
             self.done = True
             return
         if self.done:
-            raise BrokenStreamError("an event after [DONE]")
+            raise BrokenStreamError("an event after the last one")
         try:
             event = from_json(data, cache_strings=False)
         except ValueError:
             raise BrokenStreamError(f"an event that is not JSON: {data[:80]!r}") from None
         if not isinstance(event, dict):
             raise BrokenStreamError(f"an event that is no JSON object: {data[:80]!r}")
-        if event.get("error"):
+        kind = event.get("type")
+        if event.get("error") or kind in FAILURES:
             raise BrokenStreamError(
                 f"the server reported an error in its stream: {data[:200].decode(errors='replace')}"
             )
+        self.done = kind in LAST_OF_RESPONSE
         if not self.has_token or self._keep_text:
             self._read(event)
+            self.has_token |= isinstance(kind, str) and kind.endswith(".delta") and bool(event.get("delta"))
 
     def _read(self, event: dict[str, Any]) -> None:
-        for choice in event.get("choices") or ():
+        choices = event.get("choices") or []
+        if not isinstance(choices, list):
+            raise BrokenStreamError("an event whose choices are no list")
+        for choice in choices:
             if not isinstance(choice, dict):
                 raise BrokenStreamError("an event whose choices are no objects")
             delta = choice.get("delta") or {}
+            if not isinstance(delta, dict):
+                raise BrokenStreamError("an event whose delta is no object")
             text = choice.get("text") or delta.get("content") or ""
             other = delta.get("tool_calls") or delta.get("reasoning_content") or delta.get("reasoning")
             self.has_token |= bool(text or other)

@@ -97,10 +97,15 @@ class Upstream:
         if self._adapter is not None and request.canaried:
             return await self._open_adapted(self._adapter, request)
         connection = await self._send(request.method, request.target, request, request.body)
-        named = dict(connection.headers)
-        dropped = {name.strip().lower() for name in named.get(b"connection", b"").split(b",")} | NOT_SENT_BACK
+        dropped = set(NOT_SENT_BACK)
+        content_type = b""
+        for name, value in connection.headers:
+            if name == b"connection":
+                dropped |= {named.strip().lower() for named in value.split(b",")}
+            elif name == b"content-type":
+                content_type = value.partition(b";")[0].strip().lower()
         headers = [(name, value) for name, value in connection.headers if name not in dropped]
-        is_events = named.get(b"content-type", b"").partition(b";")[0].strip().lower() == b"text/event-stream"
+        is_events = content_type == b"text/event-stream"
         return Reply(connection.status, headers, is_events, connection)
 
     async def probe(self, path: str, seconds: float) -> str | None:

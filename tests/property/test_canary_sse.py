@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from itertools import pairwise
 
@@ -17,6 +18,10 @@ DONE = b"data: [DONE]\n\n"
 def event(text: str = "hi", end: str = "\n\n", **more: object) -> bytes:
     choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
     return f"data: {json.dumps({'choices': [choice], **more}, ensure_ascii=False)}{end}".encode()
+
+
+def typed(kind: str, **more: object) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **more})}\n\n".encode()
 
 
 def fed(data: bytes, cuts: list[int]) -> tuple[bytes, EventStream]:
@@ -51,10 +56,15 @@ def test_any_cutting_gives_every_byte_and_the_text(pieces: list[str], at: list[i
     [
         (event() + b'data: {"choices": [\n\n' + DONE, "not JSON"),
         (event() + b"data: 7\n\n" + DONE, "no JSON object"),
-        (event() + b'data: {"choices": ["x"]}\n\n' + DONE, "no objects"),
+        (b'data: {"choices": ["x"]}\n\n' + DONE, "no objects"),
+        (b'data: {"choices": 5}\n\n' + DONE, "no list"),
+        (b'data: {"choices": [{"delta": "x"}]}\n\n' + DONE, "delta is no object"),
+        (typed("response.created") + typed("response.failed"), "reported an error"),
+        (typed("error", message="boom"), "boom"),
+        (typed("response.completed") + typed("response.created"), "after the last"),
         (event() + b"<html>\n\n", "no server-sent event"),
         (event() + b'data: {"error": {"message": "boom"}}\n\n', "boom"),
-        (event() + DONE + event(), "after [DONE]"),
+        (event() + DONE + event(), "after the last"),
         (event() + b"data: \xff\xfe\n\n" + DONE, "not JSON"),
     ],
 )
@@ -74,6 +84,42 @@ def test_an_end_that_comes_too_early(data: bytes, said: str):
     _, stream = fed(data, [])
     with pytest.raises(BrokenStreamError, match=said):
         stream.end()
+
+
+@pytest.mark.parametrize("last", ["response.completed", "response.incomplete"])
+@pytest.mark.parametrize("more", [b"", DONE])
+def test_a_response_ends_with_an_event_of_its_own(last: str, more: bytes):
+    stream = EventStream()
+    stream.feed(typed("response.created", response={"error": None}) + typed("response.output_text.delta", delta=""))
+    assert not stream.has_token
+    stream.feed(typed("response.output_text.delta", delta="hi"))
+    assert stream.has_token
+    with pytest.raises(BrokenStreamError):
+        stream.end()
+    stream.feed(typed(last, response={"error": None}) + more)
+    stream.end()
+
+
+def events_of(values: st.SearchStrategy[object]) -> st.SearchStrategy[dict[str, object]]:
+    names = ("choices", "delta", "text", "content", "tool_calls", "index", "finish_reason", "type", "error", "x")
+    return st.dictionaries(st.sampled_from(names), values, max_size=4)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | events_of(inner),
+    max_leaves=12,
+)
+
+
+@given(st.lists(events_of(json_values), max_size=4), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_whatever_json_comes_it_is_an_event_or_a_broken_stream(events: list[dict[str, object]], keep_text: bool):
+    stream = EventStream(keep_text=keep_text)
+    with contextlib.suppress(BrokenStreamError):
+        for each in events:
+            stream.feed(f"data: {json.dumps(each)}\n\n".encode())
+        assert all(isinstance(text, str) for text in stream.text)
 
 
 def test_an_event_without_an_end_does_not_fill_the_memory():

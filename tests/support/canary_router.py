@@ -53,7 +53,11 @@ class Routed:
 
     def vanish(self, side: str) -> None:
         """Lets nothing listen any more where a server was: on the discard port."""
-        self.router._upstreams[side].connections = Connections("http://127.0.0.1:9", 5.0)
+        self.replace(side, "http://127.0.0.1:9")
+
+    def replace(self, side: str, url: str) -> None:
+        """Puts another server in the place of a side's."""
+        self.router._upstreams[side].connections = Connections(url, 5.0)
 
     async def act(self, action: str, key: str = KEY) -> tuple[int, dict]:
         headers = {"Authorization": f"Bearer {key}"}

@@ -163,6 +163,19 @@ def test_answers_without_a_body(run):
         (OK + b"content-length: 3\r\n\r\nok", "the connection broke: the server closed the connection"),
         (OK + b"transfer-encoding: chunked\r\n\r\n1\r\no\r\n", "the connection broke: the server closed"),
         (OK + b"transfer-encoding: chunked\r\n\r\n1\r\no\r\nzz\r\n", "the connection broke: the answer is no HTTP"),
+        (
+            OK + b"transfer-encoding: chunked\r\n\r\n1\r\no\r\n0\r\na: " + b"b" * 400_000,
+            "the connection broke: the answer's headers are larger than 65536 bytes",
+        ),
+        (b"HTTP/1.1 102 Processing\r\n\r\n" * 10_000, "no answer: the answer's headers are larger than 65536 bytes"),
+        (b"HTTP/1.1 600 Odd\r\ncontent-length: 2\r\n\r\nok", "no answer: there is no status 600"),
+        (b"HTTP/1.1 042 Odd\r\ncontent-length: 2\r\n\r\nok", "no answer: there is no status 42"),
+        (
+            OK + b"transfer-encoding: gzip, chunked\r\n\r\n1\r\no\r\n0\r\n\r\n",
+            "no answer: a transfer coding .* gzip, chu",
+        ),
+        (OK + b"transfer-encoding: chunked\r\ntransfer-encoding: x\r\n\r\n1\r\no\r\n", "no answer: a transfer coding"),
+        (OK + b"transfer-encoding: chunked\r\ncontent-length: 2\r\n\r\n1\r\no\r\n", "no answer: the answer is no HTTP"),
     ],
     ids=[
         "silence",
@@ -175,6 +188,13 @@ def test_answers_without_a_body(run):
         "short",
         "no_last_chunk",
         "bad_chunk",
+        "large_trailer",
+        "interim_for_ever",
+        "status_600",
+        "status_42",
+        "gzip",
+        "two_codings",
+        "two_lengths",
     ],
 )
 def test_answers_that_are_none(run, answer: bytes, message: str):
@@ -212,6 +232,24 @@ def test_a_connection_that_the_server_gave_up_is_not_used_again(run):
         assert server.connections == 2
 
     run(check, WHOLE, None, WHOLE)
+
+
+def test_nor_is_one_whose_loss_asyncio_has_yet_to_tell(run, monkeypatch: pytest.MonkeyPatch):
+    async def check(connections: Connections, server: Server) -> None:
+        asked: list[asyncio.Task[tuple[int, bytes]]] = []
+
+        def ended(_: module.Connection) -> None:  # the request goes out between this and ``connection_lost``
+            asked.append(asyncio.ensure_future(ask(connections)))
+
+        assert await ask(connections) == (200, b"ok")
+        with monkeypatch.context() as patch:
+            patch.setattr(module.Connection, "eof_received", ended)
+            server.writers[0].close()
+            await until(lambda: bool(asked))
+        assert await asked[0] == (200, b"ok")
+        assert server.connections == 2
+
+    run(check, WHOLE, WHOLE)
 
 
 def test_idle_connections_are_closed(run, monkeypatch: pytest.MonkeyPatch):

@@ -90,6 +90,11 @@ def request(path: str, body: object = None, method: str = "POST") -> ClientReque
     return ClientRequest(method, path, path, {}, b"", body if isinstance(body, dict) else None, "", "id")
 
 
+def test_headers_that_come_twice_are_joined():
+    headers = end_to_end([("A", "1"), ("a", "2"), ("Cookie", "x=1"), ("cookie", "y=2")])
+    assert headers == {"a": "1, 2", "cookie": "x=1; y=2"}
+
+
 def test_what_may_be_sent_twice():
     assert request("/v1/chat/completions", {}).repeatable
     assert request("/v1/embeddings", {"store": False}).repeatable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import random
@@ -19,9 +20,10 @@ import openai
 import pytest
 from fastapi import FastAPI
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from chairlift.api.server import bind, url_of
+from chairlift.api.server import ABORT, HAS_ROOM, bind, url_of
 from chairlift.api.stream import unless_disconnected
 from chairlift.text.detokenizer import IncrementalDetokenizer
 from chairlift.text.stop import StopMatcher
@@ -400,3 +402,30 @@ def test_the_api_does_not_import_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     arguments: Sequence[str] = [sys.executable, "-c", code]
     assert subprocess.run(arguments, check=False).returncode == 0
+
+
+async def test_a_client_on_this_machine_does_not_say_itself_who_it_is(live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")  # which uvicorn would heed
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await JSONResponse([scope["client"][0], scope["scheme"]])(scope, receive, send)
+
+    async with live(app) as url, httpx.AsyncClient(base_url=url) as client:
+        answer = await client.get("/", headers={"X-Forwarded-For": "6.6.6.6", "X-Forwarded-Proto": "https"})
+    assert answer.json() == ["127.0.0.1", "http"]
+
+
+async def test_an_application_can_drop_a_connection(live) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        assert scope[HAS_ROOM]()
+        await send({"type": "http.response.body", "body": b"x" * 10_000_000, "more_body": True})
+        assert not scope[HAS_ROOM]()
+        scope[ABORT]()
+
+    async with live(app) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            assert len(await reader.read(-1)) < 10_000_000
+        writer.close()

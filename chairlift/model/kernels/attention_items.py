@@ -91,8 +91,7 @@ class Scratch(NamedTuple):
 
     ``query`` and ``output`` hold a tile's rows, ``maxima`` and ``sums`` its softmax state (the sums in 16 lanes).
     ``scores`` and ``weights`` are those of a segment, which may share their place; ``keys`` and ``values`` a segment's,
-    where they are not read as they lie; ``key_scales`` and ``value_scales`` its scales. ``rounded`` has a head's keys,
-    in the cache's type.
+    where they are not read as they lie; ``key_scales`` and ``value_scales`` its scales.
     """
 
     query: Any
@@ -105,7 +104,6 @@ class Scratch(NamedTuple):
     values: Any
     key_scales: Any
     value_scales: Any
-    rounded: Any
 
 
 @compiled
@@ -136,7 +134,6 @@ def own_scratch(scratch: Any, thread: int, threads: int) -> Any:
         part(scratch.values, thread, threads),
         part(scratch.key_scales, thread, threads),
         part(scratch.value_scales, thread, threads),
-        part(scratch.rounded, thread, threads),
     )
 
 

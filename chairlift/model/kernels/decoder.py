@@ -369,7 +369,7 @@ def _run_step(
         meetings, since = _meet(counters, count, meetings, times, T_QKV, since)
         _place_rows(
             first, last, layer, sizes, eps, qkv, weights.qkv_bias, weights.q_norm, weights.k_norm, step.cos, step.sin,
-            step.slots, cache, scratch.vectors.rounded,
+            step.slots, cache, scratch.rounded,
         )  # fmt: skip
         meetings, since = _meet(counters, count, meetings, times, ROTATE, since)
         meetings = _attend(

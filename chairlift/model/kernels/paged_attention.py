@@ -35,7 +35,7 @@ from chairlift.model.kernels.attention_items import (
 from chairlift.model.kernels.by_kind import begin, end
 from chairlift.model.kernels.compiling import COMPILED_ONLY, SOURCE_DIGEST, compiled
 from chairlift.model.kernels.kinds import in_tiles
-from chairlift.model.kernels.memory import pointer
+from chairlift.model.kernels.memory import for_threads, part, pointer
 from chairlift.model.kernels.threads import meet
 from chairlift.model.kernels.tile_attention import attend_in_tiles, tile_scratch
 from chairlift.model.kernels.vector_attention import attend_in_vectors, vector_scratch
@@ -45,22 +45,28 @@ FEW_ROWS = 8
 
 
 class Scratches(NamedTuple):
-    """Working memory for either way to attend."""
+    """Working memory for either way to attend, and room for a head's keys in the cache's type."""
 
     vectors: Any
     tiles: Any
+    rounded: Any
 
 
 def make_scratch(shape: Shape, threads: int, cache_dtype: npt.DTypeLike) -> Scratches:
     """Working memory for so many threads, and a cache of this type."""
-    sizes = threads, shape.tile, shape.head_dim, cache_dtype
-    return Scratches(vector_scratch(*sizes), tile_scratch(*sizes))
+    sizes = threads, shape.tile, shape.head_dim
+    rounded = for_threads(threads, shape.head_dim, cache_dtype)
+    return Scratches(vector_scratch(*sizes, cache_dtype), tile_scratch(*sizes), rounded)
 
 
 @compiled
 def own_scratches(scratch: Any, thread: int, threads: int) -> Any:
     """A thread's working memory."""
-    return Scratches(own_scratch(scratch.vectors, thread, threads), own_scratch(scratch.tiles, thread, threads))
+    return Scratches(
+        own_scratch(scratch.vectors, thread, threads),
+        own_scratch(scratch.tiles, thread, threads),
+        part(scratch.rounded, thread, threads),
+    )
 
 
 @compiled
@@ -159,7 +165,7 @@ def _build(digest: str, *, cache: bool) -> Any:
         begin(shape.kind, config, kept)
         layer, own = pages_of_layer(pages, 0, 1), own_scratches(scratch, thread, count)
         for row in range(len(slots) * thread // count, len(slots) * (thread + 1) // count):
-            write_token(key, row * strides[1], value, row * strides[2], slots[row], layer, shape, own.vectors.rounded)
+            write_token(key, row * strides[1], value, row * strides[2], slots[row], layer, shape, own.rounded)
         meetings = meet(counters, count, 0)
         for i in range(item_bounds[thread], item_bounds[thread + 1]):
             if i + 1 < item_bounds[thread + 1]:

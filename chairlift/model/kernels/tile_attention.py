@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from chairlift.model.kernels import tiles
 from chairlift.model.kernels.attention_items import (
@@ -39,7 +38,7 @@ _store_whole, _store_half = tiles.store_block
 _clear: Any = tiles.clear_block
 
 
-def tile_scratch(threads: int, tile: int, head_dim: int, cache_dtype: npt.DTypeLike) -> Scratch:
+def tile_scratch(threads: int, tile: int, head_dim: int) -> Scratch:
     """Working memory, with room for whole blocks of rows."""
     rows = -(-tile // BLOCK_ROWS) * BLOCK_ROWS
     return Scratch(
@@ -53,7 +52,6 @@ def tile_scratch(threads: int, tile: int, head_dim: int, cache_dtype: npt.DTypeL
         values=for_threads(threads, head_dim * SEGMENT, np.int16),
         key_scales=for_threads(threads, SEGMENT, np.float32),
         value_scales=for_threads(threads, SEGMENT, np.float32),
-        rounded=for_threads(threads, head_dim, cache_dtype),
     )
 
 

@@ -41,7 +41,6 @@ def vector_scratch(threads: int, tile: int, head_dim: int, cache_dtype: npt.DTyp
         values=np.empty(0, np.float32),
         key_scales=for_threads(threads, SEGMENT, np.float32),
         value_scales=for_threads(threads, SEGMENT, np.float32),
-        rounded=for_threads(threads, head_dim, cache_dtype),
     )
 
 

@@ -32,7 +32,7 @@ from chairlift.model.kernels.attention_items import (
 from chairlift.model.kernels.by_kind import Packed, begin, block_product, end, quantize_rows, words_of
 from chairlift.model.kernels.compiling import SOURCE_DIGEST, compiled
 from chairlift.model.kernels.memory import as_words, part, pointer
-from chairlift.model.kernels.paged_attention import fetch_first, own_scratches, run_item
+from chairlift.model.kernels.paged_attention import own_scratches, run_item
 from chairlift.model.kernels.products import BLOCK_COLUMNS, BLOCK_ROWS
 from chairlift.model.kernels.rows import embed, gated, normalize, rotate, write_row
 from chairlift.model.kernels.simd import LANES, fma, load, prefetch, splat, store
@@ -246,10 +246,9 @@ def _attend(layer, sizes, scale, qkv, step, cache, attended, scratch, counters, 
     while i < last:
         # The next item is claimed before this one is run, so that its first tokens are on their way meanwhile.
         following = first + claim(counters, stage)
-        if following < last:
-            fetch_first(pointer(items, following * ITEM), pages, tables, shape)
         run_item(
-            pointer(items, i * ITEM), qkv, sizes.qkv, scale, pages, tables, shape, partial, attended, scratch
+            pointer(items, i * ITEM), pointer(items, min(following, last - 1) * ITEM), qkv, sizes.qkv, scale, pages,
+            tables, shape, partial, attended, scratch,
         )  # fmt: skip
         i = following
     if step.merge_bounds[plan + 1] > step.merge_bounds[plan]:

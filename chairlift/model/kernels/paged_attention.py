@@ -34,21 +34,19 @@ from chairlift.model.kernels.attention_items import (
 )
 from chairlift.model.kernels.by_kind import begin, end
 from chairlift.model.kernels.compiling import COMPILED_ONLY, SOURCE_DIGEST, compiled
+from chairlift.model.kernels.dot_attention import FEW_ROWS, attend_in_dots, dot_scratch, own_dot_scratch
 from chairlift.model.kernels.kinds import in_tiles
 from chairlift.model.kernels.memory import for_threads, part, pointer
 from chairlift.model.kernels.threads import meet
 from chairlift.model.kernels.tile_attention import attend_in_tiles, tile_scratch
 from chairlift.model.kernels.vector_attention import attend_in_vectors, vector_scratch
 
-FEW_ROWS = 8
-"""Up to so many query rows of an item are attended with in vectors: they wait for memory, and less for one another."""
-
-
 class Scratches(NamedTuple):
-    """Working memory for either way to attend, and room for a head's keys in the cache's type."""
+    """Working memory for each way to attend, and room for a head's keys in the cache's type."""
 
     vectors: Any
     tiles: Any
+    dots: Any
     rounded: Any
 
 
@@ -56,7 +54,8 @@ def make_scratch(shape: Shape, threads: int, cache_dtype: npt.DTypeLike) -> Scra
     """Working memory for so many threads, and a cache of this type."""
     sizes = threads, shape.tile, shape.head_dim
     rounded = for_threads(threads, shape.head_dim, cache_dtype)
-    return Scratches(vector_scratch(*sizes, cache_dtype), tile_scratch(*sizes), rounded)
+    dots = dot_scratch(threads, shape.head_dim, cache_dtype)
+    return Scratches(vector_scratch(*sizes, cache_dtype), tile_scratch(*sizes), dots, rounded)
 
 
 @compiled
@@ -65,6 +64,7 @@ def own_scratches(scratch: Any, thread: int, threads: int) -> Any:
     return Scratches(
         own_scratch(scratch.vectors, thread, threads),
         own_scratch(scratch.tiles, thread, threads),
+        own_dot_scratch(scratch.dots, thread, threads),
         part(scratch.rounded, thread, threads),
     )
 
@@ -76,13 +76,6 @@ def _table(tables: Any, item: Any) -> Any:
 
 
 @compiled
-def fetch_first(item: Any, pages: Any, tables: Any, shape: Any) -> None:
-    """Asks for the first tokens of an item that is run soon."""
-    end = min(item[FIRST] + SEGMENT, item[LAST])
-    fetch(pages, _table(tables, item), item[KV_HEAD], item[FIRST], end, shape)
-
-
-@compiled
 def _end_item(item: Any, partial: Any, output: Any, shape: Any, scratch: Any) -> None:
     if item[PARTIAL] == WHOLE:
         finish_item(item, output, shape, scratch)
@@ -91,44 +84,68 @@ def _end_item(item: Any, partial: Any, output: Any, shape: Any, scratch: Any) ->
 
 
 @compiled
-def _run_in_vectors(item, query, stride, scale, pages, table, shape, partial, output, scratch):  # type: ignore[no-untyped-def]
+def _fetch_first(item: Any, pages: Any, tables: Any, shape: Any) -> None:
+    """Asks for the first tokens of an item that is run next."""
+    end = min(item[FIRST] + SEGMENT, item[LAST])
+    fetch(pages, _table(tables, item), item[KV_HEAD], item[FIRST], end, shape)
+
+
+@compiled
+def _few_rows(item: Any, shape: Any) -> bool:
+    """Whether an item is attended with by dot products, where the kind does so at all."""
+    return item[NUM_ROWS] * (shape.num_heads // shape.num_kv_heads) <= FEW_ROWS
+
+
+@compiled
+def _run_in_vectors(item, following, query, stride, scale, pages, tables, shape, partial, output, scratch):  # type: ignore[no-untyped-def]
+    _fetch_first(following, pages, tables, shape)
     start_item(item, query, stride, scale, shape, scratch.vectors)
-    attend_in_vectors(item, pages, table, shape, scratch.vectors)
+    attend_in_vectors(item, pages, _table(tables, item), shape, scratch.vectors)
     _end_item(item, partial, output, shape, scratch.vectors)
 
 
 @compiled
-def _run_in_tiles(item, query, stride, scale, pages, table, shape, partial, output, scratch):  # type: ignore[no-untyped-def]
-    if item[NUM_ROWS] * (shape.num_heads // shape.num_kv_heads) <= FEW_ROWS:
-        _run_in_vectors(item, query, stride, scale, pages, table, shape, partial, output, scratch)
+def _run_in_tiles(item, following, query, stride, scale, pages, tables, shape, partial, output, scratch):  # type: ignore[no-untyped-def]
+    if _few_rows(item, shape):
+        _run_in_dots(item, following, query, stride, scale, pages, tables, shape, partial, output, scratch)
         return
+    _fetch_first(following, pages, tables, shape)
     start_item(item, query, stride, scale, shape, scratch.tiles)
-    attend_in_tiles(item, pages, table, shape, scratch.tiles)
+    attend_in_tiles(item, pages, _table(tables, item), shape, scratch.tiles)
     _end_item(item, partial, output, shape, scratch.tiles)
 
 
+@compiled
+def _run_in_dots(item, following, query, stride, scale, pages, tables, shape, partial, output, scratch):  # type: ignore[no-untyped-def]
+    start_item(item, query, stride, scale, shape, scratch.dots)
+    attend_in_dots(
+        item, pages, _table(tables, item), following, _table(tables, following), shape, scratch.dots
+    )
+    _end_item(item, partial, output, shape, scratch.dots)
+
+
 def _run(
-    kind: Any, item: Any, query: Any, stride: Any, scale: Any, pages: Any, table: Any, shape: Any, partial: Any,
-    output: Any, scratch: Any,
+    kind: Any, item: Any, following: Any, query: Any, stride: Any, scale: Any, pages: Any, tables: Any, shape: Any,
+    partial: Any, output: Any, scratch: Any,
 ) -> None:  # fmt: skip  # pragma: no cover
     raise TypeError(COMPILED_ONLY)
 
 
 @overload(_run)
-def _run_by_kind(kind, item, query, stride, scale, pages, table, shape, partial, output, scratch):  # type: ignore[no-untyped-def]
+def _run_by_kind(kind, item, following, query, stride, scale, pages, tables, shape, partial, output, scratch):  # type: ignore[no-untyped-def]
     way = _run_in_tiles if in_tiles(kind) else _run_in_vectors
 
-    def run(kind, item, query, stride, scale, pages, table, shape, partial, output, scratch):  # type: ignore[no-untyped-def]
-        way(item, query, stride, scale, pages, table, shape, partial, output, scratch)
+    def run(kind, item, following, query, stride, scale, pages, tables, shape, partial, output, scratch):  # type: ignore[no-untyped-def]
+        way(item, following, query, stride, scale, pages, tables, shape, partial, output, scratch)
 
     return run
 
 
 @compiled
-def run_item(item, query, stride, scale, pages, tables, shape, partial, output, scratch):  # type: ignore[no-untyped-def]
-    """Attends for one item, whose query rows are ``stride`` numbers apart."""
-    table = _table(tables, item)
-    _run(shape.kind, item, query, stride, scale, pages, table, shape, partial, output, scratch)
+def run_item(item, following, query, stride, scale, pages, tables, shape, partial, output, scratch):  # type: ignore[no-untyped-def]
+    """Attends for one item, whose query rows are ``stride`` numbers apart, and asks for the first tokens of the one that
+    is run next, which may be this one again."""
+    _run(shape.kind, item, following, query, stride, scale, pages, tables, shape, partial, output, scratch)
 
 
 def _build(digest: str, *, cache: bool) -> Any:
@@ -168,10 +185,10 @@ def _build(digest: str, *, cache: bool) -> Any:
             write_token(key, row * strides[1], value, row * strides[2], slots[row], layer, shape, own.rounded)
         meetings = meet(counters, count, 0)
         for i in range(item_bounds[thread], item_bounds[thread + 1]):
-            if i + 1 < item_bounds[thread + 1]:
-                fetch_first(pointer(items, (i + 1) * ITEM), layer, tables, shape)
+            following = min(i + 1, item_bounds[thread + 1] - 1)
             run_item(
-                pointer(items, i * ITEM), query, strides[0], scale, layer, tables, shape, partial, output, own
+                pointer(items, i * ITEM), pointer(items, following * ITEM), query, strides[0], scale, layer, tables,
+                shape, partial, output, own,
             )  # fmt: skip
         if len(merges):
             meet(counters, count, meetings)

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba.core import cgutils, types
 from numba.extending import models, register_model
 
@@ -120,7 +120,10 @@ def store(typing_context: Any, array: Any, index: Any, lanes: Any) -> tuple[Any,
         stored, value = _stored(array), arguments[2]
         if stored is _I8:
             value = _rounded_to_int8(builder, value)
-        if stored is _I16:
+        if stored is _I16 and binding.get_host_cpu_features().get("avx512bf16"):
+            # By its name, since what LLVM calls the instruction changes from version to version.
+            value = builder.asm(ir.FunctionType(_I16, [_F32]), "vcvtneps2bf16 $1, $0", "=v,v", [value], False)
+        elif stored is _I16:
             bits = builder.bitcast(value, _I32)
             sixteen, one, half, quiet = (
                 _splat(builder, ir.Constant(ir.IntType(32), c)) for c in (16, 1, 0x7FFF, 0x7FC0)

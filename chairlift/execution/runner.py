@@ -125,12 +125,13 @@ class ModelRunner:
         """Takes the tokens that the model knows already and samples the other rows, with the logprobs wanted."""
         chunks = batch.sampled
         tokens = [-1] * len(chunks) if output.best is None else list(output.best)
-        rows = [row for row, chunk in enumerate(chunks) if tokens[row] < 0 or not _takes_best(chunk)]
+        scored = len(output.logits) > 0  # or all are to take the best
+        rows = [row for row, chunk in enumerate(chunks) if tokens[row] < 0 or (scored and not _takes_best(chunk))]
         outcome.token_ids = tokens
         if not rows:
             return
-        # There are none where all were to take the best, and some have none: sampling says what is wrong with those.
-        logits = output.logits if len(output.logits) else self.model.logits(output.hidden[batch.sampled_rows])
+        # Where there is no best, sampling says what is wrong.
+        logits = output.logits if scored else self.model.logits(output.hidden[batch.sampled_rows])
         if len(rows) < len(chunks):
             logits = logits[rows]
         chunks = [chunks[row] for row in rows]

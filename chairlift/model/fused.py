@@ -7,6 +7,7 @@ queries and what lies between norm and activation to bfloat16, this one keeps fl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
@@ -94,10 +95,15 @@ class FusedCausalLM:
         self._config = tiles.full_tiles()
         self._counters = np.zeros((2 + STAGES_PER_LAYER * config.num_layers) * COUNTER, np.int64)
         self.times = np.zeros((attention.threads.count, len(STAGES)), np.int64)
-        self._buffers = self._make_buffers(BLOCK_ROWS)
-        self._logits = np.empty(0, np.float32)
+        self._room = 0
+        self._make_room(BLOCK_ROWS)
+        self._logits = self._peaks = np.empty(0, np.float32)
+        self._tokens = self._best = np.empty(0, np.int64)
+        self._no_logits = torch.empty(0, config.vocab_size)
         self._cos = self._sin = np.empty(0, np.float32)
-        self._no_pages: Pages  # of the types of the cache, which the first step knows
+        self._cache: LayerKVs | None = None  # that of the last step, and its pages
+        self._pages: Pages
+        self._no_pages: Pages  # of the same types
         windows = sorted({window or 0 for window in config.sliding_windows})
         self._windows = windows
         self._layer_windows = np.array([window or 0 for window in config.sliding_windows], np.int64)
@@ -108,7 +114,6 @@ class FusedCausalLM:
         """Bytes of all weights."""
         return int(sum(array.nbytes for array in (*self._weights, *self._packed_head[:3])))
 
-    @torch.inference_mode()
     def __call__(
         self,
         token_ids: Tensor,
@@ -125,14 +130,10 @@ class FusedCausalLM:
         self._make_room(rows)
         plans = [self._attention.plan(metadata, window) for window in self._windows]
         step = self._step(token_ids, positions, metadata, plans)
-        cache = pages_of(kv_caches.keys, kv_caches.values, kv_caches.key_scales, kv_caches.value_scales)
-        self._no_pages = Pages(*(array[:0] for array in cache))
         head = self._head_of(sampled.numpy(), kept=wants_logits)
-        self._run(self._sizes, self._buffers, head, step, cache)
-        stream: Tensor = torch.from_numpy(self._buffers.x).view(-1, self.config.hidden_size)[:rows]
-        return ModelOutput(stream, self._scores(head), head.best.tolist())
+        self._run(self._sizes, self._buffers, head, step, self._pages_of(kv_caches))
+        return ModelOutput(self._stream[:rows], self._scores(head), head.best.tolist())
 
-    @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token: [S, hidden_size] to [S, vocab_size] float32, valid until the next call."""
         rows = len(hidden)
@@ -157,13 +158,16 @@ class FusedCausalLM:
         if kept and len(rows) * stride > len(self._logits):
             # Pages that are given back and taken anew at every step would cost as much as the product.
             self._logits = aligned(_whole_blocks(len(rows)) * stride, np.float32)
-        peaks, tokens = (for_threads(threads, len(rows), kind) for kind in (np.float32, np.int64))
-        best = np.empty(len(rows), np.int64)
-        return Head(self._packed_head, rows, self._logits, vocab_size, stride, kept, peaks, tokens, best)
+        if len(rows) > len(self._best):
+            self._best = np.empty(_whole_blocks(len(rows)), np.int64)
+            self._peaks, self._tokens = (for_threads(threads, len(self._best), t) for t in (np.float32, np.int64))
+        best = self._best[: len(rows)]
+        return Head(self._packed_head, rows, self._logits, vocab_size, stride, kept, self._peaks, self._tokens, best)
 
     def _scores(self, head: Head) -> Tensor:
-        rows = len(head.rows) if head.kept else 0
-        scores: Tensor = torch.from_numpy(self._logits).view(-1, head.stride)[:rows, : head.vocab_size]
+        if not head.kept:
+            return self._no_logits
+        scores: Tensor = torch.from_numpy(self._logits).view(-1, head.stride)[: len(head.rows), : head.vocab_size]
         return scores
 
     def _step(self, token_ids: Tensor, positions: Tensor, metadata: CpuMetadata, plans: Sequence[WorkPlan]) -> Step:
@@ -177,9 +181,9 @@ class FusedCausalLM:
             slots=metadata.slots,
             tables=metadata.block_tables,
             items=np.concatenate([plan.items for plan in plans]) if len(plans) > 1 else plans[0].items,
-            item_bounds=np.cumsum([0] + [len(plan.items) for plan in plans]),
+            item_bounds=np.array([0, *accumulate(len(plan.items) for plan in plans)]),
             merges=np.concatenate([plan.merges for plan in plans]) if len(plans) > 1 else plans[0].merges,
-            merge_bounds=np.cumsum([0] + [len(plan.merges) for plan in plans]),
+            merge_bounds=np.array([0, *accumulate(len(plan.merges) for plan in plans)]),
             plans=self._layer_plans,
             windows=self._layer_windows,
             partial=np.empty((partials, self._sizes.tile, self._sizes.head_dim + 2), np.float32),
@@ -200,12 +204,21 @@ class FusedCausalLM:
         partial = np.empty((0, 0, 0), np.float32)
         return Step(ints, ints, floats, floats, ints, tables, items, ints, merges, ints, ints, ints, partial)
 
+    def _pages_of(self, kv_caches: LayerKVs) -> Pages:
+        """The same as at the last step, nearly always: each call of torch takes as long as ten of Python's own."""
+        if kv_caches is not self._cache:
+            self._pages = pages_of(kv_caches.keys, kv_caches.values, kv_caches.key_scales, kv_caches.value_scales)
+            self._no_pages = Pages(*(array[:0] for array in self._pages))
+            self._cache = kv_caches
+        return self._pages
+
     def _make_room(self, rows: int) -> None:
-        if rows * self.config.hidden_size > len(self._buffers.x):
-            self._buffers = self._make_buffers(rows)
+        if rows > self._room:
+            self._room = _whole_blocks(rows)
+            self._buffers = self._make_buffers(self._room)
+            self._stream: Tensor = torch.from_numpy(self._buffers.x).view(-1, self.config.hidden_size)
 
     def _make_buffers(self, rows: int) -> Buffers:
-        rows = _whole_blocks(rows)
         sizes = self._sizes
         taken: type[np.generic] = np.uint8 if is_quantized(self._kind) else bits_of(self.embedding).dtype.type
         made = np.float32 if is_quantized(self._kind) else taken

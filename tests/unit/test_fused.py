@@ -396,10 +396,15 @@ def test_memory_begins_with_cache_lines(tmp_path: Path, quantization: str | None
     attention = cpu_attention(model)
     config, fused = model.config, FusedCausalLM(model, attention, quantization)
     kv = KVStore(config, num_blocks=3, block_size=16, dtype=torch.float32, device=torch.device("cpu"))
-    fused._head_of(np.arange(3))
+    fused._head_of(np.arange(3), kept=True)
     scratch = attention.scratch(np.dtype(np.float32))
     arrays = [fused._weights.words, fused._packed_head.words, *fused._buffers, fused._logits, *scratch.tiles]
-    arrays += [*scratch.vectors, *(tensor.view(-1).numpy() for tensor in (kv.layers.keys, kv.layers.values))]
+    arrays += [
+        fused._peaks,
+        fused._tokens,
+        *scratch.vectors,
+        *(tensor.view(-1).numpy() for tensor in (kv.layers.keys, kv.layers.values)),
+    ]
     assert {array.ctypes.data % 64 for array in arrays if len(array)} == {0}
 
 

@@ -53,7 +53,8 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
     rows = np.array([bounds[i + 1] - 1 - chunks[i].num_padding for i in sampled], np.int64)
 
     def to_device(array: npt.NDArray[np.integer]) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
+        tensor = torch.from_numpy(array)
+        return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
     layout = BatchLayout(
         query_start=to_device(bounds.astype(np.int32)),

@@ -16,7 +16,7 @@ from chairlift.execution.kv_store import KVStore
 from chairlift.execution.logprobs import token_logprobs
 from chairlift.execution.sampler import MAX_NUMBERS, NonFiniteLogitsError, sample
 from chairlift.model.attention.base import AttentionBackend
-from chairlift.model.base import Decoder
+from chairlift.model.base import Decoder, ModelOutput
 from chairlift.scheduling.plan import SequenceChunk, StepPlan, TokenLogprob
 
 
@@ -65,11 +65,11 @@ class ModelRunner:
         outcome = StepOutcome()
         if not plan.chunks:
             return outcome
-        batch, hidden, logits = self._forward(plan)
+        batch, output = self._forward(plan)
         if batch.sampled:
-            self._choose(logits, batch, plan.step, outcome)
+            self._choose(output, batch, plan.step, outcome)
         for chunk, row in batch.targets:
-            self._score_prompt(hidden, chunk, row, plan.step, outcome)
+            self._score_prompt(output.hidden, chunk, row, plan.step, outcome)
         return outcome
 
     @torch.inference_mode()
@@ -78,19 +78,26 @@ class ModelRunner:
         self._swap(plan)
         if not plan.chunks:
             return
-        batch, hidden, _ = self._forward(plan)
+        batch, output = self._forward(plan)
         for chunk, row in batch.targets:
             for rows, _ in self._target_rows(chunk, row):
-                self.model.logits(hidden[rows])
+                self.model.logits(output.hidden[rows])
 
-    def _forward(self, plan: StepPlan) -> tuple[Batch, Tensor, Tensor]:
-        """The batch, its residual stream, and the logits of the rows that are sampled."""
+    def _forward(self, plan: StepPlan) -> tuple[Batch, ModelOutput]:
+        """The batch, and what the model makes of it."""
         batch = build_batch(plan, self.block_size, self.device)
         metadata = self.attention.prepare(batch.layout)
-        hidden, logits = self.model(
-            batch.token_ids, batch.positions, self.kv.layers, self.attention, metadata, batch.sampled_rows
+        wants_logits = not all(map(_takes_best, batch.sampled))
+        output = self.model(
+            batch.token_ids,
+            batch.positions,
+            self.kv.layers,
+            self.attention,
+            metadata,
+            batch.sampled_rows,
+            wants_logits,
         )
-        return batch, hidden, logits
+        return batch, output
 
     def _target_rows(self, chunk: SequenceChunk, row: int) -> Iterator[tuple[slice, Sequence[int]]]:
         """Rows and tokens of a prompt to look up, a few at a time: the logits of a long one would fill the memory."""
@@ -114,18 +121,31 @@ class ModelRunner:
             outcome.failed[chunk.request_id] = str(NonFiniteLogitsError([row], of))
         outcome.prompt_logprobs[chunk.request_id] = scores
 
-    def _choose(self, logits: Tensor, batch: Batch, step: int, outcome: StepOutcome) -> None:
-        """Samples the rows that are due, with the logprobs that are wanted."""
+    def _choose(self, output: ModelOutput, batch: Batch, step: int, outcome: StepOutcome) -> None:
+        """Takes the tokens that the model knows already and samples the other rows, with the logprobs wanted."""
         chunks = batch.sampled
+        tokens = [-1] * len(chunks) if output.best is None else list(output.best)
+        scored = len(output.logits) > 0  # or all are to take the best
+        rows = [row for row, chunk in enumerate(chunks) if tokens[row] < 0 or (scored and not _takes_best(chunk))]
+        outcome.token_ids = tokens
+        if not rows:
+            return
+        # Where there is no best, sampling says what is wrong.
+        logits = output.logits if scored else self.model.logits(output.hidden[batch.sampled_rows])
+        if len(rows) < len(chunks):
+            logits = logits[rows]
+        chunks = [chunks[row] for row in rows]
         forbid(logits, chunks)
-        num_tops = {row: n for row, c in enumerate(chunks) if c.sampling and (n := c.sampling.logprobs) is not None}
+        num_tops = {i: n for i, c in enumerate(chunks) if c.sampling and (n := c.sampling.logprobs) is not None}
         raw = logits[list(num_tops)] if num_tops else None
         adjust(logits, chunks)
-        outcome.token_ids = _sample_sound(logits, chunks, step, outcome.failed)
+        sampled = _sample_sound(logits, chunks, step, outcome.failed)
+        for row, token in zip(rows, sampled, strict=True):
+            tokens[row] = token
         if raw is not None:
-            tokens = [outcome.token_ids[row] for row in num_tops]
-            scores = dict(zip(num_tops, token_logprobs(raw, tokens, list(num_tops.values())), strict=True))
-            outcome.logprobs = [scores.get(row) for row in range(len(chunks))]
+            found = token_logprobs(raw, [sampled[i] for i in num_tops], list(num_tops.values()))
+            by_row = dict(zip((rows[i] for i in num_tops), found, strict=True))
+            outcome.logprobs = [by_row.get(row) for row in range(len(tokens))]
 
     def _swap(self, plan: StepPlan) -> None:
         """Moves blocks before anything is written: a block that is swapped out may be somebody else's in this step."""
@@ -137,6 +157,18 @@ class ModelRunner:
             self.host.copy_from(self.kv, plan.swap_out)
         if plan.swap_in:
             self.kv.copy_from(self.host, plan.swap_in)
+
+
+def _takes_best(chunk: SequenceChunk) -> bool:
+    """Whether the largest of the logits as they come decides, and nothing else is to be known of them."""
+    params = chunk.sampling
+    return (
+        params is not None
+        and params.greedy
+        and params.logprobs is None
+        and chunk.context is None
+        and chunk.allowed is None
+    )
 
 
 def _sample_sound(logits: Tensor, chunks: Sequence[SequenceChunk], step: int, failed: dict[str, str]) -> list[int]:

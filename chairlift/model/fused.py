@@ -7,6 +7,7 @@ queries and what lies between norm and activation to bfloat16, this one keeps fl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from chairlift.model.attention.base import AttentionBackend, LayerKVs
 from chairlift.model.attention.cpu import LOG2_E, CpuAttention, CpuMetadata, WorkPlan, bits_of, pages_of
+from chairlift.model.base import ModelOutput
 from chairlift.model.config import ModelConfig
 from chairlift.model.kernels import kinds, tiles
 from chairlift.model.kernels.attention_items import Pages
@@ -40,6 +42,10 @@ from chairlift.model.llama import CausalLM, DecoderLayer
 from chairlift.model.smoothing import smooth
 
 Floats = npt.NDArray[np.float32]
+
+MIN_POSITIONS = 1024
+"""How far the first table of rotations goes. Each later one goes at least twice as far as the one before, and is some
+hundredths of the keys and values of so long a sequence."""
 
 
 class FusedCausalLM:
@@ -89,9 +95,15 @@ class FusedCausalLM:
         self._config = tiles.full_tiles()
         self._counters = np.zeros((2 + STAGES_PER_LAYER * config.num_layers) * COUNTER, np.int64)
         self.times = np.zeros((attention.threads.count, len(STAGES)), np.int64)
-        self._buffers = self._make_buffers(BLOCK_ROWS)
-        self._logits = np.empty(0, np.float32)
-        self._no_pages: Pages  # of the types of the cache, which the first step knows
+        self._room = 0
+        self._make_room(BLOCK_ROWS)
+        self._logits = self._peaks = np.empty(0, np.float32)
+        self._tokens = self._best = np.empty(0, np.int64)
+        self._no_logits = torch.empty(0, config.vocab_size)
+        self._cos = self._sin = np.empty(0, np.float32)
+        self._cache: LayerKVs | None = None  # that of the last step, and its pages
+        self._pages: Pages
+        self._no_pages: Pages  # of the same types
         windows = sorted({window or 0 for window in config.sliding_windows})
         self._windows = windows
         self._layer_windows = np.array([window or 0 for window in config.sliding_windows], np.int64)
@@ -102,7 +114,6 @@ class FusedCausalLM:
         """Bytes of all weights."""
         return int(sum(array.nbytes for array in (*self._weights, *self._packed_head[:3])))
 
-    @torch.inference_mode()
     def __call__(
         self,
         token_ids: Tensor,
@@ -111,32 +122,23 @@ class FusedCausalLM:
         attention: AttentionBackend[Any],
         metadata: CpuMetadata,
         sampled: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Computes one step of a ragged batch; see :meth:`CausalLM.forward`.
-
-        Returns:
-            [T, hidden_size] float32, the residual stream behind the last layer, and [S, vocab_size] float32, the logits
-            of the ``sampled`` rows; both valid until the next step.
-        """
+        wants_logits: bool = True,
+    ) -> ModelOutput:
+        """Computes one step of a ragged batch; see :meth:`CausalLM.forward`. The residual stream is float32."""
         del attention  # the kernel's own
         rows = len(token_ids)
         self._make_room(rows)
-        cos, sin = self.rotary(positions)
         plans = [self._attention.plan(metadata, window) for window in self._windows]
-        step = self._step(token_ids, cos, sin, metadata, plans)
-        cache = pages_of(kv_caches.keys, kv_caches.values, kv_caches.key_scales, kv_caches.value_scales)
-        self._no_pages = Pages(*(array[:0] for array in cache))
-        head = self._head_of(sampled.numpy())
-        self._run(self._sizes, self._buffers, head, step, cache)
-        stream: Tensor = torch.from_numpy(self._buffers.x).view(-1, self.config.hidden_size)[:rows]
-        return stream, self._scores(head)
+        step = self._step(token_ids, positions, metadata, plans)
+        head = self._head_of(sampled.numpy(), kept=wants_logits)
+        self._run(self._sizes, self._buffers, head, step, self._pages_of(kv_caches))
+        return ModelOutput(self._stream[:rows], self._scores(head), head.best.tolist())
 
-    @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token: [S, hidden_size] to [S, vocab_size] float32, valid until the next call."""
         rows = len(hidden)
         self._make_room(rows)
-        head = self._head_of(np.arange(rows))
+        head = self._head_of(np.arange(rows), kept=True)
         buffers = self._buffers._replace(x=hidden.contiguous().view(-1).numpy())
         self._run(self._sizes._replace(num_layers=0), buffers, head, self._no_step(), self._no_pages)
         return self._scores(head)
@@ -149,53 +151,74 @@ class FusedCausalLM:
             self._attention.scratch(cache.keys.dtype), step, cache, self._counters, self.times, self._config,
         )  # fmt: skip
 
-    def _head_of(self, rows: npt.NDArray[np.int64]) -> Head:
-        columns = _filled(self.config.vocab_size)
+    def _head_of(self, rows: npt.NDArray[np.int64], *, kept: bool) -> Head:
+        vocab_size, threads = self.config.vocab_size, self._sizes.threads
         # A few numbers more than a power of two apart, or the rows would share the cache's places among them.
-        stride = columns + BLOCK_COLUMNS
-        if len(rows) * stride > len(self._logits):
+        stride = _filled(vocab_size) + BLOCK_COLUMNS
+        if kept and len(rows) * stride > len(self._logits):
             # Pages that are given back and taken anew at every step would cost as much as the product.
             self._logits = aligned(_whole_blocks(len(rows)) * stride, np.float32)
-        return Head(self._packed_head, rows, self._logits, columns, stride)
+        if len(rows) > len(self._best):
+            self._best = np.empty(_whole_blocks(len(rows)), np.int64)
+            self._peaks, self._tokens = (for_threads(threads, len(self._best), t) for t in (np.float32, np.int64))
+        best = self._best[: len(rows)]
+        return Head(self._packed_head, rows, self._logits, vocab_size, stride, kept, self._peaks, self._tokens, best)
 
     def _scores(self, head: Head) -> Tensor:
-        scores: Tensor = torch.from_numpy(self._logits).view(-1, head.stride)[
-            : len(head.rows), : self.config.vocab_size
-        ]
+        if not head.kept:
+            return self._no_logits
+        scores: Tensor = torch.from_numpy(self._logits).view(-1, head.stride)[: len(head.rows), : head.vocab_size]
         return scores
 
-    def _step(
-        self, token_ids: Tensor, cos: Tensor, sin: Tensor, metadata: CpuMetadata, plans: Sequence[WorkPlan]
-    ) -> Step:
+    def _step(self, token_ids: Tensor, positions: Tensor, metadata: CpuMetadata, plans: Sequence[WorkPlan]) -> Step:
+        cos, sin = self.rotations(int(metadata.seq_lens.max()))
         partials = max(plan.num_partials for plan in plans)
         return Step(
             token_ids=token_ids.numpy(),
-            cos=cos.contiguous().view(-1).numpy(),
-            sin=sin.contiguous().view(-1).numpy(),
+            positions=positions.numpy(),
+            cos=cos,
+            sin=sin,
             slots=metadata.slots,
             tables=metadata.block_tables,
             items=np.concatenate([plan.items for plan in plans]) if len(plans) > 1 else plans[0].items,
-            item_bounds=np.cumsum([0] + [len(plan.items) for plan in plans]),
+            item_bounds=np.array([0, *accumulate(len(plan.items) for plan in plans)]),
             merges=np.concatenate([plan.merges for plan in plans]) if len(plans) > 1 else plans[0].merges,
-            merge_bounds=np.cumsum([0] + [len(plan.merges) for plan in plans]),
+            merge_bounds=np.array([0, *accumulate(len(plan.merges) for plan in plans)]),
             plans=self._layer_plans,
             windows=self._layer_windows,
             partial=np.empty((partials, self._sizes.tile, self._sizes.head_dim + 2), np.float32),
         )
+
+    def rotations(self, num_positions: int) -> tuple[Floats, Floats]:
+        """Cosines and sines of at least so many positions, [positions × head_dim / 2] float32; kept for later steps."""
+        known = len(self._cos) // (self.config.head_dim // 2)
+        if num_positions > known:
+            cos, sin = self.rotary(torch.arange(max(num_positions, 2 * known, MIN_POSITIONS)))
+            self._cos, self._sin = cos.contiguous().view(-1).numpy(), sin.contiguous().view(-1).numpy()
+        return self._cos, self._sin
 
     def _no_step(self) -> Step:
         """A step of no rows, of the same types as any other, since code is compiled for types."""
         ints, floats = np.empty(0, np.int64), np.empty(0, np.float32)
         tables, items, merges = (np.empty((0, columns), np.int32) for columns in (0, 8, 5))
         partial = np.empty((0, 0, 0), np.float32)
-        return Step(ints, floats, floats, ints, tables, items, ints, merges, ints, ints, ints, partial)
+        return Step(ints, ints, floats, floats, ints, tables, items, ints, merges, ints, ints, ints, partial)
+
+    def _pages_of(self, kv_caches: LayerKVs) -> Pages:
+        """The same as at the last step, nearly always: each call of torch takes as long as ten of Python's own."""
+        if kv_caches is not self._cache:
+            self._pages = pages_of(kv_caches.keys, kv_caches.values, kv_caches.key_scales, kv_caches.value_scales)
+            self._no_pages = Pages(*(array[:0] for array in self._pages))
+            self._cache = kv_caches
+        return self._pages
 
     def _make_room(self, rows: int) -> None:
-        if rows * self.config.hidden_size > len(self._buffers.x):
-            self._buffers = self._make_buffers(rows)
+        if rows > self._room:
+            self._room = _whole_blocks(rows)
+            self._buffers = self._make_buffers(self._room)
+            self._stream: Tensor = torch.from_numpy(self._buffers.x).view(-1, self.config.hidden_size)
 
     def _make_buffers(self, rows: int) -> Buffers:
-        rows = _whole_blocks(rows)
         sizes = self._sizes
         taken: type[np.generic] = np.uint8 if is_quantized(self._kind) else bits_of(self.embedding).dtype.type
         made = np.float32 if is_quantized(self._kind) else taken

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
 
 from chairlift.model.attention.base import AttentionBackend, LayerKV, M
+from chairlift.model.base import ModelOutput
 from chairlift.model.config import ModelConfig
 from chairlift.model.layers import Linear, RMSNorm, RowLinear, silu_and_mul, weight
 from chairlift.model.parallel import Communicator, OneRank, Partition, Slot, Span
@@ -142,7 +143,8 @@ class CausalLM(nn.Module):
         attention: AttentionBackend[M],
         metadata: M,
         sampled: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+        wants_logits: bool = True,  # noqa: ARG002 - who does not want them wants the best, which is not known here
+    ) -> ModelOutput:
         """Computes one step of a ragged batch.
 
         Args:
@@ -151,17 +153,17 @@ class CausalLM(nn.Module):
             kv_caches: one for each layer, changed in place.
             attention: the backend.
             metadata: what the backend prepared for this step.
-            sampled: [S] int64, the rows whose logits are wanted.
+            sampled: [S] int64, the rows whose next token is scored.
+            wants_logits: whether ``best`` alone, where it is known, is not enough.
 
         Returns:
-            [T, hidden_size], the residual stream behind the last layer, the same on every rank, and the logits
-            [S, vocab_size] float32, as :meth:`logits` gives them.
+            The residual stream, the same on every rank, and the logits, as :meth:`logits` gives them.
         """
         cos, sin = self.rotary(positions)
         x = self._embed(token_ids)
         for layer, kv in zip(self.layers, kv_caches, strict=True):
             x = layer(x, cos, sin, kv, attention, metadata)
-        return x, self.logits(x[sampled])
+        return ModelOutput(x, self.logits(x[sampled]))
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """[T] to [T, hidden]: each token's row comes from the rank that holds it."""

@@ -1,11 +1,9 @@
 """Rotary position embedding (RoPE, arXiv:2104.09864), with the scalings that stretch it to longer contexts.
 
-The angles of a step are computed once from its positions and shared by all layers: a table over every position would
-save a few dozen microseconds a step, cost up to hundreds of megabytes for the longest contexts, and be one more limit.
-
-Every angle here is a function of the token's own position alone. Batch mates, chunks of the prompt and preemption then
-cannot change what a token's key is. For two scalings that is a choice: see :class:`DynamicRotaryEmbedding` and
-:class:`LongRotaryEmbedding`.
+The angles of a step are computed once from its positions and shared by all layers. Every angle is a function of the
+token's own position alone. Batch mates, chunks of the prompt and preemption then cannot change what a token's key is,
+and angles may be kept in a table, which goes no further than sequences do. For two scalings that is a choice: see
+:class:`DynamicRotaryEmbedding` and :class:`LongRotaryEmbedding`.
 """
 
 from __future__ import annotations

@@ -172,9 +172,9 @@ def _inner_sizes(model: CausalLM, layers: Sequence[DecoderLayer]) -> list[Tensor
     generator = torch.Generator().manual_seed(SEED)
     tokens = torch.randint(0, config.vocab_size, (SEQUENCES, LENGTH), generator=generator)
     for _ in range(PASSES):
-        _, logits = model(tokens.view(-1), every % LENGTH, kv_caches, attention, metadata, every)
+        output = model(tokens.view(-1), every % LENGTH, kv_caches, attention, metadata, every)
         # A model that computes nonsense is found out by its first step, not here.
-        chances = logits.nan_to_num().softmax(dim=-1)
+        chances = output.logits.nan_to_num().softmax(dim=-1)
         drawn = torch.multinomial(chances, 1, generator=generator)
         tokens[:, 1:] = drawn.view(SEQUENCES, LENGTH)[:, :-1]
     sizes: list[Tensor] = []

@@ -100,7 +100,7 @@ def _step(
         max_query_len=max(map(len, chunks)),
         max_seq_len=max(s.computed for s in running),
     )
-    _, logits = model(
+    output = model(
         torch.tensor([*chain(*chunks)], device=device),
         torch.tensor([*chain(*positions)], device=device),
         kv_caches,
@@ -109,7 +109,7 @@ def _step(
         starts[1:].to(device) - 1,
     )
     # Fused models keep them until the next step only.
-    for sequence, row in zip(running, logits.cpu().clone(), strict=True):
+    for sequence, row in zip(running, output.logits.cpu().clone(), strict=True):
         if sequence.computed == len(sequence.tokens):
             sequence.logits.append(row)
             sequence.tokens.append(int(row.argmax()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,16 @@ from support.random_model import SIZES, cpu_attention, load, one_thread, random_
 
 from chairlift.config import ConfigError
 from chairlift.execution.kv_store import KVStore
+from chairlift.execution.sampler import NonFiniteLogitsError, sample
+from chairlift.model.attention.base import BatchLayout, LayerKVs
 from chairlift.model.attention.reference import ReferenceAttention
 from chairlift.model.fused import FusedCausalLM, unsupported
 from chairlift.model.kernels import kinds, products, tiles
 from chairlift.model.kernels.memory import for_threads
 from chairlift.model.llama import CausalLM
 from chairlift.model.registry import fit_to_cpu
+from chairlift.model.rope import make_rotary_embedding
+from chairlift.scheduling.sampling_params import SamplingParams
 
 NUM_TOKENS = 6
 # Chunks of 40 and more fill blocks of 32 rows and leave some over; steps mix them with decoding rows.
@@ -175,13 +180,15 @@ def test_scores_of_any_rows_as_those_of_a_step(quantization: str | None, tmp_pat
         config, embedding = fused.config, fused.embedding
 
         def __call__(self, *arguments: Any) -> Any:
-            hidden, logits = fused(*arguments)
+            output = fused(*arguments)
+            hidden = output.hidden
             rows = arguments[-1]
-            logits = logits.clone()
+            logits = output.logits.clone()
             seen.append(logits)
+            assert output.best == best_by_sampling(logits)
             torch.testing.assert_close(fused.logits(hidden[rows]), logits, rtol=0, atol=0)
             torch.testing.assert_close(fused.logits(hidden)[rows], logits, rtol=0, atol=0)
-            return hidden, logits
+            return output
 
     generate(Watched(), PROMPTS, 2, chunk=44, block_size=16, attention=attention)  # type: ignore[arg-type]
     assert len(seen) > 1
@@ -196,6 +203,103 @@ def test_rows_beside_a_row_do_not_change_it(tmp_path: Path) -> None:
     for prompt, run in zip(PROMPTS, together, strict=True):
         [alone] = generate(fused, [prompt], NUM_TOKENS, chunk=44, block_size=16, attention=attention)
         assert alone.tokens == run.tokens
+
+
+def one_token_each(rows: int, block_size: int = 16) -> BatchLayout:
+    """As many sequences of one token, each in a block of its own."""
+    return BatchLayout(
+        query_start=torch.arange(rows + 1, dtype=torch.int32),
+        seq_lens=torch.ones(rows, dtype=torch.int32),
+        block_tables=torch.arange(rows, dtype=torch.int32)[:, None],
+        slot_mapping=torch.arange(rows) * block_size,
+        max_query_len=1,
+        max_seq_len=1,
+    )
+
+
+def best_by_sampling(logits: torch.Tensor) -> list[int]:
+    """Each row's greedy token, by the code that reads all logits; -1 where it refuses."""
+    tokens = []
+    for row in logits:
+        try:
+            tokens += sample(row[None], [SamplingParams(temperature=0)], [0])
+        except NonFiniteLogitsError:
+            tokens.append(-1)
+    return tokens
+
+
+VOCAB = SIZES["vocab_size"]  # the last block of the head has a single column, and what fills it up makes zeros
+HUGE = 2e39  # so that the sum of a row's products is infinite, and the weights are not
+# Logits of the first row, small where no number is given, and its best token. Other rows have multiples, some negative.
+LOGITS: dict[str, tuple[dict[int, float], int]] = {
+    "the last": ({VOCAB - 1: 5}, VOCAB - 1),
+    "ties in one vector": ({70: 5, 65: 5, 79: 5}, 65),
+    "ties in two vectors": ({41: 5, 60: 5}, 41),
+    "ties in two blocks": ({70: 5, 33: 5}, 33),
+    "all below what fills the block up": ({token: -1 - (token - 50) ** 2 / 100 for token in range(VOCAB)}, 50),
+    "all the same": (dict.fromkeys(range(VOCAB), 1.5), 0),
+    "NaN before a large one": ({3: float("nan"), 77: 9}, -1),
+    "NaN behind a large one": ({3: 9, VOCAB - 1: float("nan")}, -1),
+    "infinity": ({45: HUGE}, -1),
+    "minus infinity beside others": ({45: -HUGE, 46: 1}, 46),
+    "nothing but minus infinity": (dict.fromkeys(range(VOCAB), -HUGE), -1),
+}
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("case", LOGITS)
+def test_the_best_token_of_each_row_is_what_sampling_finds(case: str, threads: int, tmp_path: Path) -> None:
+    model, rows = load(saved(tmp_path)), 40  # more than a block
+    shape = (model.config.num_layers, rows, model.config.num_kv_heads)
+    kv = LayerKVs(torch.zeros(*shape, model.config.head_dim, 16), torch.zeros(*shape, 16, model.config.head_dim))
+    torch.set_num_threads(threads)
+    attention = cpu_attention(model)
+    step = (torch.arange(rows), torch.zeros(rows, dtype=torch.int64), kv, attention)
+    prepared, every = attention.prepare(one_token_each(rows)), torch.arange(rows)
+    direction = model.norm(model(*step, prepared, every).hidden)[0].double()
+    factors = 0.01 * torch.rand(VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    logits, best = LOGITS[case]
+    factors[list(logits)] = torch.tensor(list(logits.values()), dtype=torch.float64)
+    model.head.weight.data = (factors[:, None] * direction / direction.dot(direction)).float()
+
+    fused = FusedCausalLM(model, attention)
+    alone = fused(*step, prepared, every, False)
+    assert not len(alone.logits)
+    output = fused(*step, prepared, every)
+    expected = best_by_sampling(output.logits)
+    assert output.best == alone.best == expected
+    assert expected[0] == best
+    # Of fewer rows than before, in another order.
+    assert fused(*step, prepared, torch.tensor([39, 0, 7]), False).best == [expected[row] for row in (39, 0, 7)]
+
+
+SCALINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"factor": 4.0},
+    "dynamic": {"factor": 2.0},
+    "longrope": {"factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [1.0, 1.5, 2, 3, 4, 6, 8, 9]},
+}
+
+
+@pytest.mark.parametrize("rope_type", SCALINGS)
+def test_kept_rotations_are_those_of_each_position(rope_type: str, tmp_path: Path) -> None:
+    """However far positions go, and in whatever order: those beyond the table so far make it grow."""
+    model = load(saved(tmp_path))
+    scaling = {"rope_type": rope_type, "original_max_position_embeddings": 1500, **SCALINGS[rope_type]}
+    rotary = make_rotary_embedding(replace(model.config, rope_scaling=scaling), torch.device("cpu"))
+    model.rotary = rotary
+    fused = FusedCausalLM(model, cpu_attention(model))
+    # Powers come out a rounding apart in tensors of another shape, and a position is so many times the difference.
+    tolerance = 1e-3 if rope_type == "dynamic" else 0
+    for length in (3, 1024, 1025, 2100, 9000, 40):
+        positions = torch.tensor([length - 1, 0, length // 2])
+        kept = fused.rotations(length)
+        for table, expected in zip(kept, rotary(positions), strict=True):
+            found = table.reshape(-1, model.config.head_dim // 2)[positions]
+            np.testing.assert_allclose(found, expected, atol=tolerance, rtol=0)
+    assert len(kept[0]) // (model.config.head_dim // 2) <= 2 * 9000
 
 
 def test_what_cannot_be_fused_says_why_and_stays_plain(tmp_path: Path) -> None:
@@ -292,10 +396,15 @@ def test_memory_begins_with_cache_lines(tmp_path: Path, quantization: str | None
     attention = cpu_attention(model)
     config, fused = model.config, FusedCausalLM(model, attention, quantization)
     kv = KVStore(config, num_blocks=3, block_size=16, dtype=torch.float32, device=torch.device("cpu"))
-    fused._head_of(np.arange(3))
+    fused._head_of(np.arange(3), kept=True)
     scratch = attention.scratch(np.dtype(np.float32))
     arrays = [fused._weights.words, fused._packed_head.words, *fused._buffers, fused._logits, *scratch.tiles]
-    arrays += [*scratch.vectors, *(tensor.view(-1).numpy() for tensor in (kv.layers.keys, kv.layers.values))]
+    arrays += [
+        fused._peaks,
+        fused._tokens,
+        *scratch.vectors,
+        *(tensor.view(-1).numpy() for tensor in (kv.layers.keys, kv.layers.values)),
+    ]
     assert {array.ctypes.data % 64 for array in arrays if len(array)} == {0}
 
 

@@ -105,8 +105,8 @@ def logits_of_prompt(model: CausalLM) -> Tensor:
     )
     kv = LayerKVs(torch.zeros(*shape, own.head_dim, BLOCK), torch.zeros(*shape, BLOCK, own.head_dim))
     rows = torch.arange(n)
-    _, logits = model(torch.tensor(PROMPT), rows, kv, attention, attention.prepare(layout), rows)
-    return logits
+    output = model(torch.tensor(PROMPT), rows, kv, attention, attention.prepare(layout), rows)
+    return output.logits
 
 
 def save(path: Path, whole: ModelConfig) -> ModelSource:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,27 +12,23 @@ from torch import Tensor
 
 from chairlift.model.attention.base import AttentionBackend, BatchLayout, LayerKV
 from chairlift.model.kernels import kinds, tiles
-from chairlift.model.kernels.attention_items import PADDED, SEGMENT, WHOLE, Pages, Shape
+from chairlift.model.kernels.attention_items import PADDED, Pages, Shape
 from chairlift.model.kernels.dots import CHUNK
 from chairlift.model.kernels.paged_attention import Scratches, make_scratch, paged_attention
 from chairlift.model.kernels.pool import ComputeThreads
 from chairlift.model.kernels.simd import LANES
 from chairlift.model.kernels.threads import COUNTER
+from chairlift.model.kernels.work_plan import plan_work
 
 Ints = npt.NDArray[np.int32]
 
 # A work item takes about this many query rows (tokens times the heads that share a key/value head), so that they and
 # their outputs stay in the first-level cache.
 TILE_ROWS = 32
-# Below this many tokens, cutting a sequence in two costs more than it gains.
-MIN_SPLIT = 4 * SEGMENT
-# Items to aim for per thread, where sequences are cut to keep all threads busy.
-ITEMS_PER_THREAD = 4
 LOG2_E = 1.4426950408889634
 
 
-@dataclass(frozen=True, slots=True)
-class WorkPlan:
+class WorkPlan(NamedTuple):
     """A step's work for one window: items and merges as the kernel numbers their columns, and the items by thread.
 
     Attributes:
@@ -139,71 +135,12 @@ class CpuAttention(AttentionBackend[CpuMetadata]):
         """The step's work for a window (0 for none), made when it is first asked for."""
         plan = metadata.plans.get(window)
         if plan is None:
-            plan = metadata.plans[window] = self._plan(metadata, window)
+            made = plan_work(
+                metadata.query_start, metadata.seq_lens, window, self._tile_tokens, self._group, self.num_kv_heads,
+                self.threads.count,
+            )  # fmt: skip
+            plan = metadata.plans[window] = WorkPlan(*made)
         return plan
-
-    def _plan(self, metadata: CpuMetadata, window: int) -> WorkPlan:
-        """Cuts the step into tiles, long ones into pieces, and deals them out to the threads by cost."""
-        starts, lengths = metadata.query_start[:-1], np.diff(metadata.query_start)
-        sequence, tile = _expand(-(-lengths // self._tile_tokens))
-        done = tile * self._tile_tokens
-        num_rows = np.minimum(self._tile_tokens, lengths[sequence] - done)
-        position = metadata.seq_lens[sequence] - lengths[sequence] + done
-        # The kernel loads vectors of tokens, so pieces begin on a segment's bound.
-        first = np.maximum(position + 1 - window, 0) // SEGMENT * SEGMENT if window else np.zeros_like(position)
-        span = position + num_rows - first
-
-        cost = span * -(-num_rows * self._group // PADDED)
-        share = max(1, int(cost.sum()) * self.num_kv_heads // (self.threads.count * ITEMS_PER_THREAD))
-        pieces = np.clip(-(-cost // share), 1, np.maximum(1, span // MIN_SPLIT)) if self.threads.count > 1 else 1
-        length = -(-span // (pieces * SEGMENT)) * SEGMENT
-        pieces = -(-span // length)
-
-        which, piece = _expand(pieces)
-        begin = first[which] + piece * length[which]
-        end = np.minimum(begin + length[which], position[which] + num_rows[which])
-        partials = np.where(pieces > 1, pieces * self.num_kv_heads, 0)
-        first_partial = np.cumsum(partials) - partials
-        tiles = np.stack([sequence, starts[sequence] + done, num_rows, position], axis=1)
-        items = np.empty((len(which), self.num_kv_heads, 8), np.int32)
-        items[:, :, :4] = tiles[which, None]
-        for head in range(self.num_kv_heads):
-            items[:, head, 4] = head
-            items[:, head, 5] = begin
-            items[:, head, 6] = end
-            items[:, head, 7] = np.where(pieces[which] > 1, first_partial[which] + head * pieces[which] + piece, WHOLE)
-        return WorkPlan(
-            items.reshape(-1, 8),
-            self._deal(np.repeat((end - begin) * -(-num_rows[which] * self._group // PADDED), self.num_kv_heads)),
-            self._merges(tiles, pieces, first_partial),
-            int(partials.sum()),
-        )
-
-    def _merges(self, tiles: Ints, pieces: Ints, first_partial: Ints) -> Ints:
-        """The tiles that were cut, once for each key/value head."""
-        cut = np.flatnonzero(pieces > 1)
-        merges = np.empty((len(cut), self.num_kv_heads, 5), np.int32)
-        for head in range(self.num_kv_heads):
-            merges[:, head, 0] = first_partial[cut] + head * pieces[cut]
-            merges[:, head, 1] = pieces[cut]
-            merges[:, head, 2:4] = tiles[cut, 1:3]
-            merges[:, head, 4] = head
-        return merges.reshape(-1, 5)
-
-    def _deal(self, cost: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
-        """Bounds of each thread's run of items, so that the runs cost about the same."""
-        done = np.cumsum(cost) - cost / 2
-        bounds: npt.NDArray[np.int64] = np.searchsorted(
-            done, done[-1] * np.arange(self.threads.count + 1) / self.threads.count
-        )
-        bounds[-1] = len(cost)
-        return bounds
-
-
-def _expand(counts: Any) -> tuple[Any, Any]:
-    """For counts [2, 1]: the group of each member, [0, 0, 1], and its rank there, [0, 1, 0]."""
-    group = np.repeat(np.arange(len(counts)), counts)
-    return group, np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def bits_of(tensor: Tensor) -> npt.NDArray[Any]:

@@ -35,7 +35,7 @@ from chairlift.model.kernels.memory import as_words, part, pointer
 from chairlift.model.kernels.paged_attention import own_scratches, run_item
 from chairlift.model.kernels.products import BLOCK_COLUMNS, BLOCK_ROWS
 from chairlift.model.kernels.rows import embed, gated, normalize, rotate, write_row
-from chairlift.model.kernels.simd import LANES, fma, load, prefetch, splat, store
+from chairlift.model.kernels.simd import LANES, exceeds, fma, load, prefetch, splat, store
 from chairlift.model.kernels.threads import claim, meet, ticks
 
 QKV, ATTENTION, MERGES, OUTPUT, GATE_UP, DOWN = range(6)
@@ -44,6 +44,7 @@ STAGES_PER_LAYER = 6
 STAGES = ("norm", "qkv", "rotate", "attention", "output", "gate_up", "down", "quantize", "head")
 """What a step's time goes to; waiting for the slower threads of a stage belongs to it."""
 NORM, T_QKV, ROTATE, T_ATTENTION, T_OUTPUT, T_GATE_UP, T_DOWN, QUANTIZE, T_HEAD = range(len(STAGES))
+INFINITY = np.float32(np.inf)
 
 
 class Sizes(NamedTuple):
@@ -107,24 +108,35 @@ class Buffers(NamedTuple):
 class Head(NamedTuple):
     """What scores the next token, and for whom: rows ``rows`` of the residual stream, into as many rows of ``logits``.
 
-    Of those the first ``columns`` numbers are written; they lie ``stride`` numbers apart.
+    Those lie ``stride`` numbers apart; what fills the ``vocab_size`` numbers of each up to whole blocks is written too.
+    They are written only where they are ``kept``: to write 64 of 49,152 numbers takes a third of the head's time.
+    ``best`` [rows] int64 becomes the token of each row's largest logit, the lowest of those that tie; -1 where that
+    logit is not finite or any is NaN. Each thread's own best so far are in its parts of ``peaks`` (float32) and
+    ``tokens`` (int64).
     """
 
     packed: Any
     rows: Any
     logits: Any
-    columns: int
+    vocab_size: int
     stride: int
+    kept: bool
+    peaks: Any
+    tokens: Any
+    best: Any
 
 
 class Step(NamedTuple):
     """The rows of a step, and the work plan of its attention.
+
+    ``cos`` and ``sin`` are tables of all positions, [positions, head_dim / 2].
 
     ``items`` and ``merges`` of all windows lie end to end; layer l has those from ``item_bounds[plans[l]]`` to
     ``item_bounds[plans[l] + 1]``, and the window ``windows[l]``.
     """
 
     token_ids: Any
+    positions: Any
     cos: Any
     sin: Any
     slots: Any
@@ -185,7 +197,7 @@ def _gated_product(kind, a, num_rows, width, packed, inner, columns, scales, num
 
 
 @compiled
-def _rotate(row, layer, sizes, eps, qkv, bias, q_norm, k_norm, cos, sin):
+def _rotate(row, layer, sizes, eps, qkv, bias, q_norm, k_norm, position, cos, sin):
     """Biases, norms of the heads and rotation of one row."""
     dim, half, first = sizes.head_dim, sizes.head_dim // 2, row * sizes.qkv
     if len(bias):
@@ -196,7 +208,7 @@ def _rotate(row, layer, sizes, eps, qkv, bias, q_norm, k_norm, cos, sin):
         place = first + head * dim
         if len(q_norm):
             normalize(qkv, place, q_norm if head < sizes.num_heads else k_norm, layer * dim, dim, eps, qkv, place)
-        rotate(qkv, place, half, cos, sin, row * half)
+        rotate(qkv, place, half, cos, sin, position * half)
 
 
 @compiled
@@ -221,7 +233,9 @@ def _shape_of(sizes, window):
 
 
 @compiled
-def _place_rows(first, last, layer, sizes, eps, qkv, bias, q_norm, k_norm, cos, sin, slots, cache, rounded):
+def _place_rows(
+    first, last, layer, sizes, eps, qkv, bias, q_norm, k_norm, positions, cos, sin, slots, cache, rounded
+):  # fmt: skip
     """Rotates a thread's rows, and puts their keys and values in their places."""
     pages, shape = pages_of_layer(cache, layer, sizes.num_layers), _shape_of(sizes, 0)
     if first < last:
@@ -229,7 +243,7 @@ def _place_rows(first, last, layer, sizes, eps, qkv, bias, q_norm, k_norm, cos, 
     for row in range(first, last):
         if row + 1 < last:
             _expect(slots[row + 1], sizes, pages.keys, pages.values)
-        _rotate(row, layer, sizes, eps, qkv, bias, q_norm, k_norm, cos, sin)
+        _rotate(row, layer, sizes, eps, qkv, bias, q_norm, k_norm, positions[row], cos, sin)
         key = row * sizes.qkv + sizes.num_heads * sizes.head_dim
         value = key + sizes.num_kv_heads * sizes.head_dim
         write_token(qkv, key, qkv, value, slots[row], pages, shape, rounded)
@@ -288,19 +302,69 @@ def _norm_rows(kind, first, last, width, weight, wi, eps, x, activations, scales
 
 
 @compiled
+def _note_larger(numbers, first, count, column, peaks, tokens, row):
+    """Looks for a logit larger than the largest of a row so far. NaN counts as larger than all, and as infinite."""
+    for i in range(first, first + count):
+        number = numbers[i]
+        if number > peaks[row] or np.isnan(number):
+            peaks[row] = INFINITY if np.isnan(number) else number
+            tokens[row] = column + i - first
+
+
+@compiled
+def _score_units(kind, a, num_rows, width, packed, head, peaks, tokens, scales, numbers, counters, stage):
+    """A thread's share of the logits, and the largest of each row among them."""
+    logits, stride, vocab_size = pointer(head.logits, 0), head.stride, head.vocab_size
+    unit = claim(counters, stage)
+    while unit * BLOCK_COLUMNS < vocab_size:
+        column = unit * BLOCK_COLUMNS
+        for first in range(0, num_rows, BLOCK_ROWS):
+            count = min(BLOCK_ROWS, num_rows - first)
+            block_product(kind, a, packed, scales, unit, first, count, width, numbers)
+            for r in range(count):
+                row, start = first + r, r * BLOCK_COLUMNS
+                low, high = load(numbers, start), load(numbers, start + LANES)
+                if head.kept:
+                    store(logits, row * stride + column, low)
+                    store(logits, row * stride + column + LANES, high)
+                if exceeds(low, peaks[row]) or exceeds(high, peaks[row]):
+                    # What fills the last block up is no token.
+                    _note_larger(numbers, start, min(BLOCK_COLUMNS, vocab_size - column), column, peaks, tokens, row)
+        unit = claim(counters, stage)
+
+
+@compiled
+def _choose_best(head, threads):
+    """Of the best of all threads the best."""
+    peaks, tokens, best = head.peaks, head.tokens, head.best
+    for row in range(len(head.rows)):
+        peak, token = -INFINITY, -1
+        for thread in range(threads):
+            other, candidate = part(peaks, thread, threads)[row], part(tokens, thread, threads)[row]
+            if other > peak or (other == peak and candidate < token):
+                peak, token = other, candidate
+        best[row] = token if peak < INFINITY else -1
+
+
+@compiled
 def _score(thread, kind, sizes, eps, weight, head, x, activations, scales, row, numbers, counters, stage, meetings):
     """Final norm and head of the rows that are asked for."""
-    num_rows, hidden = len(head.rows), sizes.hidden
-    for r in range(num_rows * thread // sizes.threads, num_rows * (thread + 1) // sizes.threads):
+    num_rows, hidden, threads = len(head.rows), sizes.hidden, sizes.threads
+    for r in range(num_rows * thread // threads, num_rows * (thread + 1) // threads):
         normalize(x, head.rows[r] * hidden, weight, 0, hidden, eps, row, 0)
         write_row(kind, row, 0, hidden, activations, r * hidden, scales, r)
-    meet(counters, sizes.threads, meetings)
+    peaks, tokens = part(head.peaks, thread, threads), part(head.tokens, thread, threads)
+    for r in range(num_rows):
+        peaks[r] = -INFINITY
+    meetings = meet(counters, threads, meetings)
     words, column_scales, offsets, _, _ = head.packed
     packed = Packed(pointer(words, 0), pointer(column_scales, 0), pointer(offsets, 0), 0, 0)
-    _product(
-        kind, as_words(activations), num_rows, hidden, packed, pointer(head.logits, 0), head.columns, head.stride,
-        False, scales, numbers, counters, stage,
+    _score_units(
+        kind, as_words(activations), num_rows, hidden, packed, head, peaks, tokens, scales, numbers, counters, stage
     )  # fmt: skip
+    meet(counters, threads, meetings)
+    if thread == 0:
+        _choose_best(head, threads)
 
 
 @compiled
@@ -367,8 +431,8 @@ def _run_step(
         packed = _behind(packed, sizes.qkv, hidden, kind.per_word)
         meetings, since = _meet(counters, count, meetings, times, T_QKV, since)
         _place_rows(
-            first, last, layer, sizes, eps, qkv, weights.qkv_bias, weights.q_norm, weights.k_norm, step.cos, step.sin,
-            step.slots, cache, scratch.rounded,
+            first, last, layer, sizes, eps, qkv, weights.qkv_bias, weights.q_norm, weights.k_norm, step.positions,
+            step.cos, step.sin, step.slots, cache, scratch.rounded,
         )  # fmt: skip
         meetings, since = _meet(counters, count, meetings, times, ROTATE, since)
         meetings = _attend(

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import weakref
+from queue import SimpleQueue
 from typing import Any
+
+Ends = SimpleQueue[BaseException | None]
+Tasks = SimpleQueue[tuple[Any, tuple[Any, ...], Ends] | None]
 
 
 class ComputeThreads:
-    """So many threads, of which the one that calls is the first.
+    """So many threads, of which the one that calls is the first. The others sleep while there is nothing to run.
+
+    They take their work from plain queues: with an executor's futures, to run a kernel that does nothing took 102
+    microseconds instead of 85.
 
     Args:
         count: of threads, the caller's included.
@@ -15,11 +23,36 @@ class ComputeThreads:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._pool = ThreadPoolExecutor(max(1, count - 1), thread_name_prefix="chairlift-compute")
+        self._tasks: list[Tasks] = [SimpleQueue() for _ in range(1, count)]
+        for thread, tasks in enumerate(self._tasks, start=1):
+            name = f"chairlift-compute-{thread}"
+            threading.Thread(target=_serve, args=(thread, tasks), name=name, daemon=True).start()
+        weakref.finalize(self, _dismiss, self._tasks)
 
     def run(self, kernel: Any, *arguments: Any) -> None:
         """Calls ``kernel(thread, *arguments)`` on each thread. While kernels run, others can have the GIL."""
-        others = [self._pool.submit(kernel, thread, *arguments) for thread in range(1, self.count)]
+        ends: Ends = SimpleQueue()  # its own: who is interrupted here leaves nothing for the next run
+        for tasks in self._tasks:
+            tasks.put((kernel, arguments, ends))
         kernel(0, *arguments)
-        for other in others:
-            other.result()
+        for _ in self._tasks:
+            error = ends.get()
+            if error is not None:
+                raise error
+
+
+def _serve(thread: int, tasks: Tasks) -> None:
+    while (task := tasks.get()) is not None:
+        kernel, arguments, ends = task
+        try:
+            kernel(thread, *arguments)
+        except BaseException as error:  # whatever it is, it is the caller's
+            ends.put(error)
+        else:
+            ends.put(None)
+        del task, kernel, arguments, ends  # what they hold may be large
+
+
+def _dismiss(every: list[Tasks]) -> None:
+    for tasks in every:
+        tasks.put(None)

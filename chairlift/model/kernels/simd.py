@@ -289,6 +289,17 @@ def keep_between(typing_context: Any, a: Any, low: Any, high: Any) -> tuple[Any,
 
 
 @operation
+def exceeds(typing_context: Any, a: Any, limit: Any) -> tuple[Any, Callable[..., Any]]:
+    """Whether any lane is larger than a number, or NaN."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        lanes = builder.fcmp_unordered(">", arguments[0], _splat(builder, arguments[1]))
+        return builder.icmp_unsigned("!=", builder.bitcast(lanes, ir.IntType(LANES)), ir.IntType(LANES)(0))
+
+    return types.boolean(vector, types.float32), generate
+
+
+@operation
 def exp2(typing_context: Any, a: Any) -> tuple[Any, Callable[..., Any]]:
     """2 to the power of each lane, for lanes of at most 127; exactly 0 below -126. NaN stays NaN."""
 

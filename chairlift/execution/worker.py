@@ -21,7 +21,7 @@ from chairlift.execution.runner import ModelRunner
 from chairlift.execution.setup import Setup
 from chairlift.model.attention.select import select_backend
 from chairlift.model.parallel import Communicator, Partition
-from chairlift.model.registry import fit_to_cpu, load_model
+from chairlift.model.registry import fit_to_cpu, load_model, numba_starting
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,8 @@ class Worker:
             block_size=setup.limits.block_size,
             dtype=setup.dtype,
         )
-        loaded = load_model(setup.source, setup.model_config, dtype=setup.dtype, device=device, ranks=ranks)
+        with numba_starting(self.attention):
+            loaded = load_model(setup.source, setup.model_config, dtype=setup.dtype, device=device, ranks=ranks)
         self.model = fit_to_cpu(loaded, self.attention, setup.config.quantization)
         self._runner: ModelRunner | None = None
 

@@ -107,9 +107,7 @@ def test_a_cache_that_cannot_be_written_costs_nothing_but_time(model: CausalLM, 
     assert measure.times == 2
 
 
-def test_a_write_that_fails_leaves_nothing_behind(
-    model: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_write_that_fails_leaves_nothing_behind(model: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*_: object) -> None:
         raise OSError("no space left on device")
 

@@ -147,8 +147,7 @@ class Server(Group):
             selector.register(sock, selectors.EVENT_READ)
         while selector.get_map():
             for key, _ in selector.select():
-                sock = key.fileobj
-                assert isinstance(sock, socket.socket)
+                sock: Any = key.fileobj
                 if piece := sock.recv(1 << 16):
                     answers[sock].append(piece)
                 else:

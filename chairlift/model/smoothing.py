@@ -142,7 +142,7 @@ def _scale_inner_channels(model: CausalLM) -> None:
 
 
 def _inner_sizes(model: CausalLM, layers: Sequence[DecoderLayer]) -> Tensor:
-    """Of each layer, how large the channels that ``down`` takes are in text of the model's own: [layers, inner] float32.
+    """How large the channels that ``down`` takes are in text of the model's own: [layers, inner] float32.
 
     Random tokens are not text, and factors from them help less. To write token by token takes long; so the model reads
     random tokens, all are replaced at once by what it draws for their places, and it reads those.

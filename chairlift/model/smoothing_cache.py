@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -58,7 +57,7 @@ def _keep(found: bytes, path: Path) -> None:
             try:
                 file.write(_checksum(found) + found)
                 file.close()
-                os.replace(file.name, path)
+                Path(file.name).replace(path)
             except OSError:
                 Path(file.name).unlink(missing_ok=True)
                 raise

@@ -118,7 +118,8 @@ def test_each_thread_of_an_engine_has_a_core_until_it_is_closed(tmp_path: Path):
         EngineConfig(model=str(tmp_path), dtype="float32", device="cpu", max_model_len=64, cpu_threads_bind=HERE)
     )
     threads = executor._threads
-    assert threads is not None and threads.count == len(before)
+    assert threads is not None
+    assert threads.count == len(before)
     bound = affinities(threads)  # type: ignore[arg-type]
     assert bound[0] == {min(before)}
     assert sorted(map(tuple, bound)) == [(core,) for core in sorted(before)]
@@ -148,7 +149,7 @@ def test_a_core_that_is_refused_leaves_no_thread_waiting(monkeypatch: pytest.Mon
     def refuse(*_: object) -> None:
         raise OSError("invalid argument")
 
-    monkeypatch.setattr(cores.os, "sched_setaffinity", refuse)
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
     with pytest.raises((OSError, threading.BrokenBarrierError)):
         cores.bind(ComputeThreads(2), (0, 1))
     monkeypatch.undo()

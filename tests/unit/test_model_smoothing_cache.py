@@ -111,7 +111,7 @@ def test_a_write_that_fails_leaves_nothing_behind(model: CausalLM, tmp_path: Pat
     def full(*_: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(smoothing_cache.os, "replace", full)
+    monkeypatch.setattr(Path, "replace", full)
     remembered(model, Measurement())
     assert files(tmp_path) == []
 

@@ -147,12 +147,12 @@ class Server(Group):
             selector.register(sock, selectors.EVENT_READ)
         while selector.get_map():
             for key, _ in selector.select():
-                sock: Any = key.fileobj
-                if piece := sock.recv(1 << 16):
-                    answers[sock].append(piece)
+                ready: Any = key.fileobj
+                if piece := ready.recv(1 << 16):
+                    answers[ready].append(piece)
                 else:
-                    selector.unregister(sock)
-                    sock.close()
+                    selector.unregister(ready)
+                    ready.close()
         seconds = time.perf_counter() - started
         bodies = [b"".join(pieces) for pieces in answers.values()]
         for body in bodies:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
+from chairlift.cores import CAN_BIND, parse_cores
 from chairlift.scheduling.config import POLICIES, PREEMPTION_MODES, VICTIM_RULES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -57,7 +58,10 @@ class EngineConfig:
             its part of ``num_threads``, else with a GPU of its own.
         enforce_eager: run without captured graphs.
         attention_backend: "auto" takes the fastest that the device has.
-        num_threads: CPU compute threads; ``None`` takes one for each core this process may use.
+        num_threads: CPU compute threads; ``None`` takes one for each core this process may use, or that
+            ``cpu_threads_bind`` names.
+        cpu_threads_bind: cores that compute threads are bound to, one each, the thread that runs steps to the first:
+            "0-3,8", or "auto" for all that this process may use. ``None`` leaves them to the system.
         enable_prefix_caching: compute equal beginnings of prompts once.
         scheduling_policy: "fcfs", or "priority": lower values first.
         preemption_mode, preemption_victim, admission_reserve, max_num_partial_prefills, long_prefill_token_threshold:
@@ -87,6 +91,7 @@ class EngineConfig:
     enforce_eager: bool = False
     attention_backend: str = "auto"
     num_threads: int | None = None
+    cpu_threads_bind: str | None = None
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"
     preemption_mode: str = "auto"
@@ -113,6 +118,7 @@ class EngineConfig:
         _count("--max-num-batched-tokens", self.max_num_batched_tokens)
         _count("--kv-cache-memory-bytes", self.kv_cache_memory_bytes, most=MAX_BYTES)
         _count("--num-threads", self.num_threads, most=MAX_THREADS)
+        self._check_cores()
         if self.num_threads is not None and self.num_threads > (cores := available_cores()):
             raise ConfigError(
                 f"--num-threads {self.num_threads} is more than the {cores} cores that this process may use, and "
@@ -154,6 +160,32 @@ class EngineConfig:
                 f"--quantization {self.quantization} runs on one rank alone; leave it out, or use "
                 "--tensor-parallel-size 1"
             )
+
+    @property
+    def bound_cores(self) -> tuple[int, ...]:
+        """The cores of ``cpu_threads_bind``; none where it is not given.
+
+        Raises:
+            ValueError: they cannot be had.
+        """
+        return () if self.cpu_threads_bind is None else parse_cores(self.cpu_threads_bind)
+
+    def _check_cores(self) -> None:
+        if self.cpu_threads_bind is None:
+            return
+        if not CAN_BIND:
+            raise ConfigError("--cpu-threads-bind needs Linux: this system binds no threads to cores; leave it out")
+        try:
+            cores = self.bound_cores
+        except ValueError as error:
+            raise ConfigError(f"--cpu-threads-bind {self.cpu_threads_bind}: {error}") from error
+        if self.num_threads is not None and self.num_threads > len(cores):
+            raise ConfigError(
+                f"--cpu-threads-bind {self.cpu_threads_bind} has {len(cores)} cores for {self.num_threads} threads; "
+                "name as many, or lower --num-threads"
+            )
+        if self.tensor_parallel_size != 1:
+            raise ConfigError("--cpu-threads-bind binds the threads of one rank alone; leave it out, or use one rank")
 
 
 @dataclass(frozen=True, kw_only=True)

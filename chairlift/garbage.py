@@ -8,6 +8,12 @@ THRESHOLD = 20_000
 """Objects made and not yet freed before the young ones are looked through."""
 
 
+def put_off_collections() -> None:
+    """Call it before a process loads much, and :func:`keep_collections_short` after: hardly any of what libraries make
+    as they are imported is garbage, and looking for it takes a tenth of the time."""
+    gc.disable()
+
+
 def keep_collections_short() -> None:
     """Call it once everything is loaded.
 
@@ -17,3 +23,4 @@ def keep_collections_short() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(THRESHOLD)
+    gc.enable()

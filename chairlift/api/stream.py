@@ -9,14 +9,16 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from chairlift.api.errors import APIError
-from chairlift.text.output import OutputDelta
+
+if TYPE_CHECKING:
+    from chairlift.text.output import OutputDelta
 
 logger = logging.getLogger(__name__)
 

@@ -67,6 +67,10 @@ def cluster_config(options: dict[str, Any]) -> ClusterConfig | None:
         if "admin_key" in given and not _from_environment("admin_key"):
             raise ConfigError("--admin-key opens POST /scale, which is there with --cluster ray only; leave it out")
         return None
+    if options.get("cpu_threads_bind") is not None:
+        raise ConfigError(
+            "--cpu-threads-bind is for one engine: replicas would be bound to the same cores; leave it out"
+        )
     config = ClusterConfig(num_threads=options.pop("num_threads"), **given)
     options["num_threads"] = None
     from chairlift.cluster.nodes import check_installed

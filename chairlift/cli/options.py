@@ -115,6 +115,11 @@ _ENGINE_OPTIONS = (
     ),
     click.option("--num-threads", type=int, metavar="N", help="CPU compute threads.  [default: one for each core]"),
     click.option(
+        "--cpu-threads-bind",
+        metavar="CORES",
+        help="Bind each CPU compute thread to a core of its own: 0-3,8 or auto for all.  [default: not bound]",
+    ),
+    click.option(
         "--enable-prefix-caching/--no-enable-prefix-caching",
         default=True,
         show_default=True,

@@ -70,11 +70,8 @@ def run_server(
         ConfigError, ModelError, TokenizerError, EngineDeadError, OSError: it cannot begin; the message says what to
             change.
     """
-    from chairlift.api.app import create_app
-    from chairlift.api.lifecycle import Lifecycle
     from chairlift.api.server import allow_many_connections, bind, run, tls_context
     from chairlift.model.source import resolve
-    from chairlift.text.tokenizer import load_tokenizer
 
     log_config = logs.LogConfig(server.log_format, server.log_level)
     logs.configure(log_config)
@@ -84,11 +81,17 @@ def run_server(
     max_open_sequences = places * (cluster.replicas if cluster else 1) + server.max_num_queued_reqs
     spans = _span_writer(server, names[0])
     with bind(host, port) as sock:  # first: an address in use should not cost the time to load a model
-        tokenizer = load_tokenizer(resolve(config.model, config.revision))
+        source = resolve(config.model, config.revision)  # which fetches it, before an engine looks for it too
         engine = _engine(config, cluster, log_config)
 
         async def main() -> None:
             try:
+                # The engine loads meanwhile, on another core.
+                from chairlift.api.app import create_app
+                from chairlift.api.lifecycle import Lifecycle
+                from chairlift.text.tokenizer import load_tokenizer
+
+                tokenizer = load_tokenizer(source)
                 await engine.begin()
                 _say(server, describe(config, engine.capacity), "loaded", asdict(engine.capacity))
                 lifecycle = Lifecycle(server.request_timeout, max_open_sequences)
@@ -118,7 +121,7 @@ def _engine(
     if cluster is None:
         from chairlift.engine.supervisor import SupervisedEngine
 
-        return SupervisedEngine.start(config, log_config)
+        return SupervisedEngine.launch(config, log_config)
     from chairlift.cluster.launch import on_cluster
 
     return on_cluster(config, cluster, log_config)

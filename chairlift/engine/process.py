@@ -23,7 +23,7 @@ from chairlift.engine.build import build_core
 from chairlift.engine.core import Command, EngineCore
 from chairlift.engine.executor import Capacity
 from chairlift.engine.lifeline import die_with
-from chairlift.garbage import keep_collections_short
+from chairlift.garbage import keep_collections_short, put_off_collections
 from chairlift.model.source import ModelError
 
 logger = logging.getLogger(__name__)
@@ -117,6 +117,7 @@ def run_engine(config: EngineConfig, pipe: Connection, launch: Launch) -> None:
     if TELL_STACKS is not None:
         faulthandler.register(TELL_STACKS)
     inbox = _Inbox(pipe)
+    put_off_collections()
     try:
         core = build_core(config, inbox.drain, resumes=launch.resumes, on_failure=inbox.fail)
     except (ConfigError, ModelError, OSError) as error:  # written for the user
@@ -127,8 +128,8 @@ def run_engine(config: EngineConfig, pipe: Connection, launch: Launch) -> None:
         return
     # A supervisor that ends the whole group means the server, which lets open answers end and then ends this process.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    keep_collections_short()
     pipe.send(Ready(core.executor.capacity()))
+    keep_collections_short()  # a tenth of a second, while the server makes ready
     try:
         _loop(core, inbox, pipe)
     except Exception as error:

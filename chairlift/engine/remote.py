@@ -33,7 +33,7 @@ CLOSE_TIMEOUT = 10.0  # seconds that an engine has to end its step before it is 
 class RemoteEngine:
     """An :class:`AsyncEngineClient` whose engine is a child process.
 
-    :meth:`start` blocks until the model is loaded and can be called before there is an event loop; everything else
+    :meth:`launch` and :meth:`wait_until_loaded` can be called before there is an event loop; everything else
     belongs to one event loop. If the child dies, or this process does, the other one notices at once by the pipe.
 
     Args:
@@ -71,19 +71,6 @@ class RemoteEngine:
         self._engine_end = engine_end
         self._outbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
 
-    @classmethod
-    def start(cls, config: EngineConfig, logs: LogConfig | None = None) -> RemoteEngine:
-        """Starts an engine process and waits until it is ready.
-
-        Raises:
-            ConfigError: the settings or the model cannot work; the message says what to change.
-            EngineDeadError: the engine ended otherwise while loading.
-        """
-        engine = cls(config, logs)
-        engine.launch()
-        engine.wait_until_loaded()
-        return engine
-
     def launch(self) -> None:
         """Starts the process, which begins to load the model."""
         self._process.start()
@@ -96,7 +83,8 @@ class RemoteEngine:
         """Blocks until the engine takes requests. :meth:`kill` ends the wait.
 
         Raises:
-            ConfigError, EngineDeadError: as :meth:`start`; nothing of the engine is left then.
+            ConfigError: the settings or the model cannot work; the message says what to change.
+            EngineDeadError: the engine ended otherwise while loading. Nothing of it is left in either case.
         """
         try:
             message = self._pipe.recv()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from chairlift.cores import unbind
 from chairlift.scheduling.sampling_params import StructuredSpec
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ class StructuredGuide:
 
     def __init__(self, compiler: FormCompiler) -> None:
         self._compiler = compiler
-        self._compiling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="chairlift-forms")
+        self._compiling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="chairlift-forms", initializer=unbind)
         self._matchers: dict[str, Future[LLMatcher]] = {}
 
     def begin(self, request_id: str, spec: StructuredSpec) -> None:

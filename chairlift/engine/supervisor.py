@@ -48,16 +48,17 @@ class Backoff:
 class SupervisedEngine:
     """An :class:`~chairlift.engine.client.AsyncEngineClient` that outlives the engines behind it.
 
-    :meth:`start` loads the first engine and blocks; :meth:`watch` begins to look after it. While there is none,
-    requests fail with an :class:`EngineDeadError` that says when to come back.
+    :meth:`launch` starts the first engine and :meth:`begin` waits until it is loaded, or :meth:`start` does both; then
+    it is looked after. While there is none, requests fail with an :class:`EngineDeadError` that says when to come back.
     """
 
-    def __init__(self, config: EngineConfig, logs: LogConfig | None, engine: RemoteEngine, load_seconds: float) -> None:
+    def __init__(self, config: EngineConfig, logs: LogConfig | None, engine: RemoteEngine) -> None:
         self._config = config
         self._logs = logs
         self._engine: RemoteEngine | None = engine
-        self._capacity = engine.capacity
-        self._load_seconds = load_seconds
+        self._capacity: Capacity | None = None
+        self._launched = time.monotonic()
+        self._load_seconds = 0.0
         self._expected = 0.0  # when there may be an engine again, while there is none
         self._restarts = 0
         self._last_failure: str | None = None
@@ -66,20 +67,43 @@ class SupervisedEngine:
         self._watching: asyncio.Task[None] | None = None
 
     @classmethod
+    def launch(cls, config: EngineConfig, logs: LogConfig | None = None) -> SupervisedEngine:
+        """Starts the first engine, which loads while the caller goes on. The thread that calls has to outlive it."""
+        engine = RemoteEngine(config, logs)
+        engine.launch()
+        return cls(config, logs, engine)
+
+    @classmethod
     def start(cls, config: EngineConfig, logs: LogConfig | None = None) -> SupervisedEngine:
-        """Starts the first engine and waits until it is ready. This one is not tried again: a user is there to see it.
+        """Starts the first engine and blocks until it is ready; :meth:`watch` begins to look after it.
+
+        Raises:
+            ConfigError, EngineDeadError: as :meth:`begin`.
+        """
+        supervised = cls.launch(config, logs)
+        assert supervised._engine is not None  # noqa: S101
+        supervised._engine.wait_until_loaded()
+        supervised._note_loaded(supervised._engine)
+        return supervised
+
+    async def begin(self) -> None:
+        """Waits until the first engine is ready, and begins to look after it. This one is not tried again: a user is
+        there to see it. Cancelled, or where it fails, nothing of the engine is left.
 
         Raises:
             ConfigError: the settings or the model cannot work; the message says what to change.
             EngineDeadError: the engine ended otherwise while loading.
         """
-        begun = time.monotonic()
-        engine = RemoteEngine.start(config, logs)
-        return cls(config, logs, engine, time.monotonic() - begun)
-
-    async def begin(self) -> None:
-        """Begins to look after the engine: :meth:`watch`, as a client does it that has yet to start its engines."""
+        engine, self._engine = self._engine, None
+        assert engine is not None  # noqa: S101 - there is one until it has ended
+        await _load(engine)
+        self._engine = engine
+        self._note_loaded(engine)
         self.watch()
+
+    def _note_loaded(self, engine: RemoteEngine) -> None:
+        self._capacity = engine.capacity
+        self._load_seconds = time.monotonic() - self._launched
 
     def watch(self) -> None:
         """Begins to look after the engine, on the running event loop."""
@@ -89,6 +113,8 @@ class SupervisedEngine:
     @property
     def capacity(self) -> Capacity:
         """What fits: into the engine that runs, or ran last."""
+        if self._capacity is None:
+            raise EngineDeadError("the engine is not loaded")
         return self._capacity
 
     @property
@@ -143,6 +169,8 @@ class SupervisedEngine:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watching
         if self._engine is not None:
+            if self._capacity is None:
+                self._engine.kill("the server is shutting down")  # one that loads listens to nobody
             await self._engine.close()
 
     @property

@@ -7,6 +7,7 @@ import time
 import torch
 
 from chairlift.config import EngineConfig, available_cores
+from chairlift.cores import bind, unbind
 from chairlift.engine.executor import Capacity
 from chairlift.execution.memory import available_host_memory
 from chairlift.execution.runner import ModelRunner
@@ -29,7 +30,9 @@ class LocalExecutor:
     def __init__(self, config: EngineConfig) -> None:
         setup = Setup.of(config)
         available = available_host_memory()
-        worker = Worker(setup, OneRank(), setup.device, config.num_threads or available_cores())
+        num_threads = config.num_threads or len(config.bound_cores) or available_cores()
+        worker = Worker(setup, OneRank(), setup.device, num_threads)
+        self._threads = worker.threads_to_bind() if config.cpu_threads_bind else None
         holdings = [worker.holding]
         if setup.measures_memory:
             num_blocks = worker.num_blocks_here()
@@ -47,6 +50,9 @@ class LocalExecutor:
             device=str(setup.device),
             attention=worker.attention.name,
         )
+        # Last, since threads that others start from this one, such as torch's, begin bound as it is.
+        if self._threads is not None:
+            bind(self._threads, config.bound_cores)
 
     def capacity(self) -> Capacity:
         """Returns what fits; constant."""
@@ -73,7 +79,10 @@ class LocalExecutor:
         return StepResult(done.token_ids, elapsed, done.failed, done.logprobs, done.prompt_logprobs)
 
     def close(self) -> None:
-        """Frees the weights and the KV cache. Safe to call twice."""
+        """Frees the weights and the KV cache, and the calling thread if it was bound. Safe to call twice."""
         self._runner = None
+        if self._threads is not None:
+            self._threads = None
+            unbind()
         if self._capacity.device != "cpu":
             torch.cuda.empty_cache()

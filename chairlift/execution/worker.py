@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from chairlift.config import GIB
+from chairlift.config import GIB, ConfigError
+from chairlift.cores import Threads
 from chairlift.execution.kv_store import KVStore, kv_bytes_per_token
 from chairlift.execution.memory import (
     DEFAULT_SHARE,
@@ -21,7 +22,7 @@ from chairlift.execution.runner import ModelRunner
 from chairlift.execution.setup import Setup
 from chairlift.model.attention.select import select_backend
 from chairlift.model.parallel import Communicator, Partition
-from chairlift.model.registry import fit_to_cpu, load_model
+from chairlift.model.registry import fit_to_cpu, load_model, numba_starting
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +74,24 @@ class Worker:
             block_size=setup.limits.block_size,
             dtype=setup.dtype,
         )
-        loaded = load_model(setup.source, setup.model_config, dtype=setup.dtype, device=device, ranks=ranks)
+        with numba_starting(self.attention):
+            loaded = load_model(setup.source, setup.model_config, dtype=setup.dtype, device=device, ranks=ranks)
         self.model = fit_to_cpu(loaded, self.attention, setup.config.quantization)
         self._runner: ModelRunner | None = None
+
+    def threads_to_bind(self) -> Threads:
+        """The threads of the CPU's kernels.
+
+        Raises:
+            ConfigError: no such kernels are used.
+        """
+        threads: Threads | None = getattr(self.attention, "threads", None)
+        if threads is None:
+            raise ConfigError(
+                f"--cpu-threads-bind binds the threads of the attention backend cpu, and this is {self.attention.name} "
+                f"on {self.device.type}; leave it out"
+            )
+        return threads
 
     @property
     def holding(self) -> Holding:

@@ -170,6 +170,17 @@ class _Cursor:
         # A vocabulary may hold byte sequences that are not UTF-8 on their own.
         return self.bytes(self.scalar("Q")).decode("utf-8", errors="replace")
 
+    def strings(self, count: int) -> Iterator[str]:
+        """The next so many: a vocabulary has tens of thousands, and three readers."""
+        content, offset, length_at = self.content, self.offset, struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            start = offset + 8
+            offset = start + length_at(content, offset)[0]
+            if offset > len(content):
+                raise ValueError("a value reaches past its end")
+            yield content[start:offset].decode("utf-8", errors="replace")
+        self.offset = offset
+
     def value(self, kind: int) -> Any:
         if kind in SCALARS:
             return self.scalar(SCALARS[kind])
@@ -181,6 +192,8 @@ class _Cursor:
         if item_kind in SCALARS:
             dtype = np.dtype(SCALARS[item_kind]).newbyteorder("<")
             return np.frombuffer(self.bytes(count * dtype.itemsize), dtype).tolist()
+        if item_kind == STRING:
+            return list(self.strings(count))
         return [self.value(item_kind) for _ in range(count)]
 
     def tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:

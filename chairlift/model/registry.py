@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Thread
 from typing import Any
 
 import torch
@@ -52,6 +55,22 @@ def load_model(
     else:
         load_weights(model, iterate_safetensors(source.path))
     return model.eval()
+
+
+@contextmanager
+def numba_starting(attention: AttentionBackend[Any]) -> Iterator[None]:
+    """Has Numba get ready meanwhile, where kernels will need it: a third of a second, which the first of them took."""
+    if attention.name != "cpu":
+        yield
+        return
+    from numba import njit
+
+    thread = Thread(target=njit(lambda: None), name="chairlift-numba", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 def fit_to_cpu(model: CausalLM, attention: AttentionBackend[Any], quantization: str | None) -> Decoder:

@@ -22,11 +22,12 @@ from chairlift.model.attention.base import BatchLayout, LayerKVs
 from chairlift.model.attention.reference import ReferenceAttention
 from chairlift.model.layers import Linear
 from chairlift.model.llama import CausalLM, DecoderLayer
+from chairlift.model.smoothing_cache import remembered
 
 SEED = 0
 # A Hadamard matrix of 4,096 is applied as two of 64: few operations, in products large enough to be fast.
 LARGEST_FACTOR = 64
-ROWS_AT_ONCE = 4096
+ROWS_AT_ONCE = 512
 """Weights are rotated in float32, and so many rows or columns of them at a time."""
 SEQUENCES, LENGTH, PASSES = 8, 32, 2
 """How much a model writes to be measured on, and how often it does so anew."""
@@ -67,9 +68,9 @@ class Rotation:
             normal = torch.randn(odd, odd, generator=generator, dtype=torch.float64)
             self._factors.append(torch.linalg.qr(normal).Q.float())
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        """[n, size] float32 to the same, rotated."""
-        rotated = (rows * self._signs).contiguous()  # else products of columns go row by row
+    def __call__(self, rows: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+        """[n, size] to the same in float32, rotated, each column scaled before."""
+        rotated = (rows * (self._signs * scale)).contiguous()  # else products of columns go row by row
         for factor in self._factors:
             # Turns the last digits of a channel's number, and puts them in front: after all factors, all were turned.
             digits = rotated.reshape(len(rows), -1, len(factor)) @ factor
@@ -103,7 +104,7 @@ def _rotate_residual_stream(model: CausalLM) -> None:
 def _rotate_inputs(projection: Linear, norm: Tensor, rotate: Rotation) -> None:
     """Of a projection that reads the stream through a norm, whose weights become ones."""
     wide = norm.float()
-    _in_pieces(projection.weight.data, lambda rows: rotate(rows * wide))
+    _in_pieces(projection.weight.data, lambda rows: rotate(rows, wide))
     norm.fill_(1)
 
 
@@ -115,7 +116,7 @@ def _rotate_outputs(projection: Linear, rotate: Rotation) -> None:
 
 def _in_pieces(weight: Tensor, change: Callable[[Tensor], Tensor]) -> None:
     for rows in torch.split(weight, ROWS_AT_ONCE):
-        rows.copy_(change(rows.float()))
+        rows.copy_(change(rows))
 
 
 def _scale_inner_channels(model: CausalLM) -> None:
@@ -127,7 +128,8 @@ def _scale_inner_channels(model: CausalLM) -> None:
     models have at the first token of a sequence would drown everything else.
     """
     layers = _layers(model)
-    for layer, size in zip(layers, _inner_sizes(model, layers), strict=True):
+    sizes = remembered(model, lambda: _inner_sizes(model, layers))
+    for layer, size in zip(layers, sizes, strict=True):
         up = len(layer.gate_up.out_features[0])
         columns = layer.down.weight.data
         norms = torch.linalg.vector_norm(columns, dim=0, dtype=torch.float32)
@@ -139,8 +141,8 @@ def _scale_inner_channels(model: CausalLM) -> None:
             layer.gate_up.bias.data[up:] /= factors
 
 
-def _inner_sizes(model: CausalLM, layers: Sequence[DecoderLayer]) -> list[Tensor]:
-    """Of each layer, how large the channels that ``down`` takes are in text of the model's own: [inner] float32 each.
+def _inner_sizes(model: CausalLM, layers: Sequence[DecoderLayer]) -> Tensor:
+    """How large the channels that ``down`` takes are in text of the model's own: [layers, inner] float32.
 
     Random tokens are not text, and factors from them help less. To write token by token takes long; so the model reads
     random tokens, all are replaced at once by what it draws for their places, and it reads those.
@@ -187,7 +189,7 @@ def _inner_sizes(model: CausalLM, layers: Sequence[DecoderLayer]) -> list[Tensor
     model(tokens.view(-1), every % LENGTH, kv_caches, attention, metadata, every[:0])
     for hook in hooks:
         hook.remove()
-    return sizes
+    return torch.stack(sizes)
 
 
 def _layers(model: CausalLM) -> list[DecoderLayer]:

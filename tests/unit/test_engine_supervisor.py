@@ -194,3 +194,49 @@ def test_one_that_is_being_loaded_when_the_server_ends_is_killed(
         assert remote.made[1].death == "the server is shutting down"
 
     asyncio.run(main())
+
+
+def test_the_first_one_loads_while_the_caller_does_other_things(remote: type[FakeRemote]):
+    async def main() -> None:
+        engine = SupervisedEngine.launch(EngineConfig())
+        with pytest.raises(EngineDeadError, match="not loaded"):
+            _ = engine.capacity
+        await engine.begin()
+        assert engine.capacity.num_blocks == 100
+        remote.made[0].death = "out of luck"  # it is looked after from now on
+        await settled(lambda: len(remote.made) == 2 and engine.pid is not None)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_first_one_that_fails_is_not_tried_again(remote: type[FakeRemote]):
+    async def main() -> None:
+        engine = SupervisedEngine.launch(EngineConfig())
+        remote.fails = [ConfigError("no room")]
+        with pytest.raises(ConfigError, match="no room"):
+            await engine.begin()
+        await engine.close()
+        assert len(remote.made) == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_first_one_that_loads_when_the_server_ends_is_killed(
+    remote: type[FakeRemote], monkeypatch: pytest.MonkeyPatch, begun: bool
+):
+    monkeypatch.setattr(FakeRemote, "launch", lambda self: self.may_load.clear())
+
+    async def main() -> None:
+        engine = SupervisedEngine.launch(EngineConfig())
+        if begun:
+            beginning = asyncio.create_task(engine.begin())
+            await asyncio.sleep(0.01)
+            beginning.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await beginning
+        await engine.close()
+        assert remote.made[0].death == "the server is shutting down"
+
+    asyncio.run(main())

@@ -29,10 +29,11 @@ from chairlift.model.kernels.attention_items import (
     pages_of_layer,
     write_token,
 )
-from chairlift.model.kernels.by_kind import Packed, begin, block_product, end, quantize_rows, words_of
+from chairlift.model.kernels.by_kind import Packed, begin, block_product, end, quantize_rows, row_product, words_of
 from chairlift.model.kernels.compiling import SOURCE_DIGEST, compiled
 from chairlift.model.kernels.memory import as_words, part, pointer
 from chairlift.model.kernels.paged_attention import fetch_first, own_scratches, run_item
+from chairlift.model.kernels.pieces import piece_of
 from chairlift.model.kernels.products import BLOCK_COLUMNS, BLOCK_ROWS
 from chairlift.model.kernels.rows import embed, gated, normalize, rotate, write_row
 from chairlift.model.kernels.simd import LANES, fma, load, prefetch, splat, store
@@ -149,8 +150,41 @@ def _own_buffers(buffers, thread, threads):
 
 
 @compiled
-def _product(kind, a, num_rows, width, packed, c, columns, stride, add, scales, numbers, counters, stage):
+def _product_of_row(kind, a, width, packed, c, columns, add, scales, numbers, counters, stage, threads):
+    """The same for a single row."""
+    one, strips = splat(np.float32(1)), columns // LANES
+    first, last = piece_of(claim(counters, stage), strips, threads)
+    while first < last:
+        following, end_of_following = piece_of(claim(counters, stage), strips, threads)
+        row_product(kind, a, packed, scales, first, last - first, following, width, numbers)
+        for i in range(0, (last - first) * LANES, LANES):
+            lanes = load(numbers, i)
+            if add:
+                lanes = fma(load(c, first * LANES + i), one, lanes)
+            store(c, first * LANES + i, lanes)
+        first, last = following, end_of_following
+
+
+@compiled
+def _gated_product_of_row(kind, a, width, packed, inner, columns, scales, numbers, counters, stage, threads):
+    """The same for a single row."""
+    strips = 2 * columns // LANES
+    first, last = piece_of(claim(counters, stage), strips, threads)
+    while first < last:
+        following, end_of_following = piece_of(claim(counters, stage), strips, threads)
+        row_product(kind, a, packed, scales, first, last - first, following, width, numbers)
+        for i in range(0, (last - first) // 2 * LANES, LANES):
+            gate, up = load(numbers, 2 * i), load(numbers, 2 * i + LANES)
+            store(inner, first // 2 * LANES + i, gated(gate, up))
+        first, last = following, end_of_following
+
+
+@compiled
+def _product(kind, a, num_rows, width, packed, c, columns, stride, add, scales, numbers, counters, stage, threads):
     """Sets ``c`` [rows, columns], ``stride`` numbers from row to row, to a product of activations, or adds it."""
+    if num_rows == 1:
+        _product_of_row(kind, a, width, packed, c, columns, add, scales, numbers, counters, stage, threads)
+        return
     one = splat(np.float32(1))
     unit = claim(counters, stage)
     while unit < columns // BLOCK_COLUMNS:
@@ -168,8 +202,11 @@ def _product(kind, a, num_rows, width, packed, c, columns, stride, add, scales, 
 
 
 @compiled
-def _gated_product(kind, a, num_rows, width, packed, inner, columns, scales, numbers, counters, stage):
+def _gated_product(kind, a, num_rows, width, packed, inner, columns, scales, numbers, counters, stage, threads):
     """Sets ``inner`` [rows, columns] to SiLU of the gate times up."""
+    if num_rows == 1:
+        _gated_product_of_row(kind, a, width, packed, inner, columns, scales, numbers, counters, stage, threads)
+        return
     units = columns // LANES
     # Two units fill a cache line of bfloat16, which two threads would take from each other.
     unit = 2 * claim(counters, stage)
@@ -300,7 +337,7 @@ def _score(thread, kind, sizes, eps, weight, head, x, activations, scales, row, 
     packed = Packed(pointer(words, 0), pointer(column_scales, 0), pointer(offsets, 0), 0, 0)
     _product(
         kind, as_words(activations), num_rows, hidden, packed, pointer(head.logits, 0), head.columns, head.stride,
-        False, scales, numbers, counters, stage,
+        False, scales, numbers, counters, stage, sizes.threads,
     )  # fmt: skip
 
 
@@ -326,7 +363,7 @@ def _mlp(
     meetings, since = _meet(counters, count, meetings, times, NORM, since)
     _gated_product(
         kind, as_words(activations), num_rows, hidden, packed, buffers.inner, inner, scales, numbers, counters,
-        stage + GATE_UP,
+        stage + GATE_UP, count,
     )  # fmt: skip
     packed = _behind(packed, 2 * inner, hidden, kind.per_word)
     meetings, since = _meet(counters, count, meetings, times, T_GATE_UP, since)
@@ -334,7 +371,7 @@ def _mlp(
         meetings, since = _meet(counters, count, meetings, times, QUANTIZE, since)
     _product(
         kind, words_of(kind, buffers.inner, activations), num_rows, inner, packed, x, hidden, hidden, True, scales,
-        numbers, counters, stage + DOWN,
+        numbers, counters, stage + DOWN, count,
     )  # fmt: skip
     return _meet(counters, count, meetings, times, T_DOWN, since)
 
@@ -363,7 +400,7 @@ def _run_step(
         packed = _first_projection(weights.words, weights.scales, weights.offsets, layer, sizes, kind.per_word)
         _product(
             kind, words, num_rows, hidden, packed, qkv, sizes.qkv, sizes.qkv, False, scales, numbers, counters,
-            stage + QKV,
+            stage + QKV, count,
         )  # fmt: skip
         packed = _behind(packed, sizes.qkv, hidden, kind.per_word)
         meetings, since = _meet(counters, count, meetings, times, T_QKV, since)
@@ -380,7 +417,7 @@ def _run_step(
             meetings, since = _meet(counters, count, meetings, times, QUANTIZE, since)
         _product(
             kind, words_of(kind, buffers.attended, activations), num_rows, width, packed, x, hidden, hidden,
-            True, scales, numbers, counters, stage + OUTPUT,
+            True, scales, numbers, counters, stage + OUTPUT, count,
         )  # fmt: skip
         packed = _behind(packed, hidden, width, kind.per_word)
         meetings, since = _meet(counters, count, meetings, times, T_OUTPUT, since)

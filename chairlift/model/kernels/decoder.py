@@ -182,7 +182,9 @@ def _gated_product_of_row(kind, a, width, packed, inner, columns, scales, number
 
 
 @compiled
-def _product(kind, a, num_rows, width, packed, c, columns, stride, add, scales, numbers, counters, stage, threads, ahead):
+def _product(
+    kind, a, num_rows, width, packed, c, columns, stride, add, scales, numbers, counters, stage, threads, ahead
+):
     """Sets ``c`` [rows, columns], ``stride`` numbers from row to row, to a product of activations, or adds it."""
     if num_rows == 1:
         _product_of_row(kind, a, width, packed, c, columns, add, scales, numbers, counters, stage, threads, ahead)

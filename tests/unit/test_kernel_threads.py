@@ -43,15 +43,21 @@ def test_threads_that_meet_soon_again_do_not_sleep() -> None:
     assert min(sleeps_of_many_meetings() for _ in range(5)) < MEETINGS // 4
 
 
+@njit
+def piece_at(piece: int, strips: int, threads: int) -> Any:
+    """Pieces of kernels can be called by compiled code alone."""
+    return piece_of(piece, strips, threads)
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3, 16])
 def test_pieces_are_all_strips_once_and_large_ones_come_in_turns_of_all_threads(threads: int) -> None:
     for strips in (0, 2, 4, 6, 30, 36, 60, 192, 198):
         pieces = []
         while not pieces or pieces[-1][0] < strips:
-            pieces.append(piece_of(len(pieces), strips, threads))
+            pieces.append(piece_at(len(pieces), strips, threads))
         *pieces, nothing = pieces
         assert [strip for first, last in pieces for strip in range(first, last)] == list(range(strips))
-        assert nothing == piece_of(len(pieces) + 5, strips, threads) == (strips, strips)
+        assert nothing == piece_at(len(pieces) + 5, strips, threads) == (strips, strips)
         sizes = [last - first for first, last in pieces]
         assert sizes == sorted(sizes, reverse=True)
         assert all(size in (2, 4, 8) for size in sizes)

@@ -33,6 +33,7 @@ from chairlift.model.kernels.decoder import (
     run_step,
 )
 from chairlift.model.kernels.memory import aligned, for_threads
+from chairlift.model.kernels.pieces import AHEAD
 from chairlift.model.kernels.products import BLOCK_COLUMNS, BLOCK_ROWS, WORD_BYTES, Words, pack, uses_tiles
 from chairlift.model.kernels.products import unsupported as unsupported_precision
 from chairlift.model.kernels.simd import LANES
@@ -233,6 +234,7 @@ class FusedCausalLM:
             scales=aligned(rows, np.float32, zeros=True),
             row=for_threads(sizes.threads, sizes.hidden, np.float32),
             numbers=for_threads(sizes.threads, BLOCK_ROWS * BLOCK_COLUMNS, np.float32),
+            ahead=for_threads(sizes.threads, AHEAD, np.int64),
         )
 
     def _pack(self, model: CausalLM) -> Weights:

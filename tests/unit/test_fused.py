@@ -302,6 +302,26 @@ def test_kept_rotations_are_those_of_each_position(rope_type: str, tmp_path: Pat
     assert len(kept[0]) // (model.config.head_dim // 2) <= 2 * 9000
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(("dtype", "quantization", "bound"), [("bfloat16", None, 0.01), ("float32", "int8", 1e-5)])
+def test_a_row_alone_in_lower_precision(
+    dtype: str, quantization: str | None, bound: float, threads: int, tmp_path: Path
+) -> None:
+    """A single row meets its weights in vectors, several in tiles: sums differ in the last bits, if at all."""
+    kind: torch.dtype = getattr(torch, dtype)
+    model = load(saved(tmp_path), kind)
+    if reason := unsupported(model.config, kind, quantization):
+        pytest.skip(reason)
+    torch.set_num_threads(threads)
+    attention = cpu_attention(model)
+    fused = FusedCausalLM(model, attention, quantization)
+    together = generate(fused, PROMPTS, 1, chunk=44, block_size=16, attention=attention)
+    for prompt, run in zip(PROMPTS, together, strict=True):
+        [alone] = generate(fused, [prompt], 1, chunk=1, block_size=16, attention=attention)
+        [difference] = differences([alone], [run])
+        assert difference < bound
+
+
 def test_what_cannot_be_fused_says_why_and_stays_plain(tmp_path: Path) -> None:
     model = load(saved(tmp_path, hidden_size=40, head_dim=16))
     assert "multiples of 32" in (unsupported(model.config, torch.float32, None) or "")
@@ -380,6 +400,50 @@ def test_products(precision: str, in_tiles: bool, rows: int) -> None:
         pytest.skip(reason)
     result, expected = block_of(precision, in_tiles, rows)
     np.testing.assert_allclose(result, expected, atol=0 if precision == "int8" else 1e-4, rtol=0)
+
+
+@cache
+def strips_kernel(precision: str) -> Any:
+    """A kernel that computes the product of a row and a few strips."""
+    product = products.row_product_of(precision)
+
+    @njit
+    def run(kind, a, packed, first, words, strips, following, c):  # type: ignore[no-untyped-def]
+        product(kind, a, packed, first * words * 16, words, strips, following * words * 16, c)
+
+    return run
+
+
+@pytest.mark.parametrize("strips", [2, 4, 8])
+@pytest.mark.parametrize("width", [32, 96])  # fewer words than are asked for ahead, and more
+@pytest.mark.parametrize("precision", products.PRECISIONS)
+def test_products_of_a_row(precision: str, width: int, strips: int) -> None:
+    """To the bit what the products of many rows in vectors are, whatever comes behind."""
+    if reason := products.unsupported(precision):
+        pytest.skip(reason)
+    rng = np.random.default_rng(width)
+    kind: Any = {"float32": np.float32, "bfloat16": np.int16, "int8": np.int8}[precision]
+    numbers = rng.normal(size=(256, width)).astype(np.float32)
+    if precision == "int8":
+        weights, a = rng.integers(-128, 128, (256, width)).astype(kind), rng.integers(0, 256, width).astype(np.uint8)
+    elif precision == "bfloat16":
+        weights = (numbers.view(np.int32) >> 16).astype(kind)
+        a = weights[-1]
+    else:
+        weights, a = numbers, numbers[-1]
+    packed, words = products.pack(weights), width * weights.itemsize // 4
+    made = np.float32 if precision != "int8" else np.int32
+    expected = np.zeros((8, 1024), made)
+    taken = a.view(np.int32)
+    for unit in range(8):
+        unit_kernel(precision, False)(KINDS[precision, False], taken, words, 1, packed, expected.reshape(-1), unit)
+    wanted = expected[:, :32].reshape(16, 16)
+    for first in range(0, 16, strips):
+        result = np.full((strips + 1) * 16, 7, made)
+        run = strips_kernel(precision)
+        run(KINDS[precision, False], taken, packed, first, words, strips, (first + strips) % 16, result)
+        np.testing.assert_array_equal(result[:-16].reshape(strips, 16), wanted[first : first + strips])
+        assert (result[-16:] == 7).all()
 
 
 def test_weights_that_do_not_fill_words_are_refused() -> None:

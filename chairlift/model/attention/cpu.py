@@ -13,7 +13,6 @@ from torch import Tensor
 from chairlift.model.attention.base import AttentionBackend, BatchLayout, LayerKV
 from chairlift.model.kernels import kinds, tiles
 from chairlift.model.kernels.attention_items import PADDED, Pages, Shape
-from chairlift.model.kernels.dots import CHUNK
 from chairlift.model.kernels.paged_attention import Scratches, make_scratch, paged_attention
 from chairlift.model.kernels.pool import ComputeThreads
 from chairlift.model.kernels.simd import LANES
@@ -170,7 +169,7 @@ def _rows(tensor: Tensor) -> Any:
 
 def tiles_fit(block_size: int, head_dim: int) -> bool:
     """Whether blocks and heads are as long as tiles are wide."""
-    return block_size >= LANES and head_dim % CHUNK == 0
+    return block_size >= LANES and head_dim % (2 * LANES) == 0
 
 
 def unsupported(dtype: torch.dtype, head_dim: int) -> str | None:

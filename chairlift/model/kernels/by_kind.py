@@ -134,3 +134,36 @@ def _block_product(kind, a, packed, scales, unit, row, count, width, numbers):
                 store(numbers, r * BLOCK_COLUMNS + i, fma(sums, factor, zero))
 
     return scaled if is_quantized(kind) else plain
+
+
+def row_product(kind, a, packed, scales, strip, strips, following, width, numbers):  # pragma: no cover
+    """Sets ``numbers`` [strips, 16] float32 to the product of strips, 2, 4 or 8, and the only row.
+
+    ``following`` is the strip that is read next.
+    """
+    raise TypeError(COMPILED_ONLY)
+
+
+@overload(row_product)
+def _row_product(kind, a, packed, scales, strip, strips, following, width, numbers):
+    product = products.row_product_of(kinds.PRECISIONS[kind.instance_class])
+
+    def plain(kind, a, packed, scales, strip, strips, following, width, numbers):
+        words = width // kind.per_word
+        first = packed.first_word + strip * words * LANES
+        behind = packed.first_word + following * words * LANES
+        product(kind, a, packed.words, first, words, strips, behind, numbers)
+
+    def scaled(kind, a, packed, scales, strip, strips, following, width, numbers):
+        words = width // kind.per_word
+        first = packed.first_word + strip * words * LANES
+        behind = packed.first_word + following * words * LANES
+        integers = as_words(numbers)
+        product(kind, a, packed.words, first, words, strips, behind, integers)
+        scale, zero = splat(scales[0]), splat(np.float32(0))
+        column = packed.first_column + strip * LANES
+        for i in range(0, strips * LANES, LANES):
+            sums = load_difference(integers, i, packed.offsets, column + i)
+            store(numbers, i, fma(sums, fma(load(packed.scales, column + i), scale, zero), zero))
+
+    return scaled if is_quantized(kind) else plain

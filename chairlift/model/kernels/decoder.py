@@ -29,10 +29,11 @@ from chairlift.model.kernels.attention_items import (
     pages_of_layer,
     write_token,
 )
-from chairlift.model.kernels.by_kind import Packed, begin, block_product, end, quantize_rows, words_of
+from chairlift.model.kernels.by_kind import Packed, begin, block_product, end, quantize_rows, row_product, words_of
 from chairlift.model.kernels.compiling import SOURCE_DIGEST, compiled
 from chairlift.model.kernels.memory import as_words, part, pointer
 from chairlift.model.kernels.paged_attention import own_scratches, run_item
+from chairlift.model.kernels.pieces import WORDS, claim_ahead, meet_fetching, piece_of, take
 from chairlift.model.kernels.products import BLOCK_COLUMNS, BLOCK_ROWS
 from chairlift.model.kernels.rows import embed, gated, normalize, rotate, write_row
 from chairlift.model.kernels.simd import LANES, exceeds, fma, load, prefetch, splat, store
@@ -92,7 +93,8 @@ class Buffers(NamedTuple):
 
     ``x`` (the residual stream) and ``qkv`` are float32. ``activations`` is what a product takes, with ``scales`` for
     each row for int8. ``attended`` and ``inner`` are what a product takes too; for int8 they are float32 and become
-    ``activations`` first. Of ``row`` and ``numbers`` (a block of a product) each thread has its own.
+    ``activations`` first. Of ``row``, ``numbers`` (a block of a product) and ``ahead`` (what of the next product is
+    claimed, see :mod:`~chairlift.model.kernels.pieces`) each thread has its own.
     """
 
     x: Any
@@ -103,6 +105,7 @@ class Buffers(NamedTuple):
     scales: Any
     row: Any
     numbers: Any
+    ahead: Any
 
 
 class Head(NamedTuple):
@@ -156,13 +159,48 @@ def _own_buffers(buffers, thread, threads):
     return Buffers(
         pointer(buffers.x, 0), pointer(buffers.qkv, 0), pointer(buffers.attended, 0), pointer(buffers.inner, 0),
         pointer(buffers.activations, 0), pointer(buffers.scales, 0), part(buffers.row, thread, threads),
-        part(buffers.numbers, thread, threads),
+        part(buffers.numbers, thread, threads), part(buffers.ahead, thread, threads),
     )  # fmt: skip
 
 
 @compiled
-def _product(kind, a, num_rows, width, packed, c, columns, stride, add, scales, numbers, counters, stage):
+def _product_of_row(kind, a, width, packed, c, columns, add, scales, numbers, counters, stage, threads, ahead):
+    """The same for a single row, whose first piece is claimed."""
+    one, strips = splat(np.float32(1)), columns // LANES
+    first, last = take(ahead)
+    while first < last:
+        following, end_of_following = piece_of(claim(counters, stage), strips, threads)
+        row_product(kind, a, packed, scales, first, last - first, following, width, numbers)
+        for i in range(0, (last - first) * LANES, LANES):
+            lanes = load(numbers, i)
+            if add:
+                lanes = fma(load(c, first * LANES + i), one, lanes)
+            store(c, first * LANES + i, lanes)
+        first, last = following, end_of_following
+
+
+@compiled
+def _gated_product_of_row(kind, a, width, packed, inner, columns, scales, numbers, counters, stage, threads, ahead):
+    """The same for a single row, whose first piece is claimed."""
+    strips = 2 * columns // LANES
+    first, last = take(ahead)
+    while first < last:
+        following, end_of_following = piece_of(claim(counters, stage), strips, threads)
+        row_product(kind, a, packed, scales, first, last - first, following, width, numbers)
+        for i in range(0, (last - first) // 2 * LANES, LANES):
+            gate, up = load(numbers, 2 * i), load(numbers, 2 * i + LANES)
+            store(inner, first // 2 * LANES + i, gated(gate, up))
+        first, last = following, end_of_following
+
+
+@compiled
+def _product(
+    kind, a, num_rows, width, packed, c, columns, stride, add, scales, numbers, counters, stage, threads, ahead
+):
     """Sets ``c`` [rows, columns], ``stride`` numbers from row to row, to a product of activations, or adds it."""
+    if num_rows == 1:
+        _product_of_row(kind, a, width, packed, c, columns, add, scales, numbers, counters, stage, threads, ahead)
+        return
     one = splat(np.float32(1))
     unit = claim(counters, stage)
     while unit < columns // BLOCK_COLUMNS:
@@ -180,8 +218,11 @@ def _product(kind, a, num_rows, width, packed, c, columns, stride, add, scales, 
 
 
 @compiled
-def _gated_product(kind, a, num_rows, width, packed, inner, columns, scales, numbers, counters, stage):
+def _gated_product(kind, a, num_rows, width, packed, inner, columns, scales, numbers, counters, stage, threads, ahead):
     """Sets ``inner`` [rows, columns] to SiLU of the gate times up."""
+    if num_rows == 1:
+        _gated_product_of_row(kind, a, width, packed, inner, columns, scales, numbers, counters, stage, threads, ahead)
+        return
     units = columns // LANES
     # Two units fill a cache line of bfloat16, which two threads would take from each other.
     unit = 2 * claim(counters, stage)
@@ -302,6 +343,12 @@ def _norm_rows(kind, first, last, width, weight, wi, eps, x, activations, scales
 
 
 @compiled
+def _filled(columns):
+    """As many columns as whole blocks have."""
+    return -(-columns // BLOCK_COLUMNS) * BLOCK_COLUMNS
+
+
+@compiled
 def _note_larger(numbers, first, count, column, peaks, tokens, row):
     """Looks for a logit larger than the largest of a row so far. NaN counts as larger than all, and as infinite."""
     for i in range(first, first + count):
@@ -347,30 +394,61 @@ def _choose_best(head, threads):
 
 
 @compiled
-def _score(thread, kind, sizes, eps, weight, head, x, activations, scales, row, numbers, counters, stage, meetings):
+def _score_row(kind, a, width, packed, head, peaks, tokens, scales, numbers, counters, stage, threads, ahead):
+    """The same for a single row, whose first piece is claimed."""
+    logits, strips = pointer(head.logits, 0), _filled(head.vocab_size) // LANES
+    first, last = take(ahead)
+    while first < last:
+        following, end_of_following = piece_of(claim(counters, stage), strips, threads)
+        row_product(kind, a, packed, scales, first, last - first, following, width, numbers)
+        for i in range(0, (last - first) * LANES, LANES):
+            lanes, column = load(numbers, i), first * LANES + i
+            if head.kept:
+                store(logits, column, lanes)
+            if exceeds(lanes, peaks[0]):
+                _note_larger(numbers, i, min(LANES, head.vocab_size - column), column, peaks, tokens, 0)
+        first, last = following, end_of_following
+
+
+@compiled
+def _score(thread, kind, sizes, eps, weight, head, buffers, counters, stage, meetings):
     """Final norm and head of the rows that are asked for."""
     num_rows, hidden, threads = len(head.rows), sizes.hidden, sizes.threads
+    x, activations, scales = buffers.x, buffers.activations, buffers.scales
+    row, numbers, ahead = buffers.row, buffers.numbers, buffers.ahead
+    words, column_scales, offsets, _, _ = head.packed
+    packed = Packed(pointer(words, 0), pointer(column_scales, 0), pointer(offsets, 0), 0, 0)
+    _claim_ahead(kind, num_rows, packed, _filled(head.vocab_size), hidden, threads, counters, stage, ahead)
     for r in range(num_rows * thread // threads, num_rows * (thread + 1) // threads):
         normalize(x, head.rows[r] * hidden, weight, 0, hidden, eps, row, 0)
         write_row(kind, row, 0, hidden, activations, r * hidden, scales, r)
     peaks, tokens = part(head.peaks, thread, threads), part(head.tokens, thread, threads)
     for r in range(num_rows):
         peaks[r] = -INFINITY
-    meetings = meet(counters, threads, meetings)
-    words, column_scales, offsets, _, _ = head.packed
-    packed = Packed(pointer(words, 0), pointer(column_scales, 0), pointer(offsets, 0), 0, 0)
-    _score_units(
-        kind, as_words(activations), num_rows, hidden, packed, head, peaks, tokens, scales, numbers, counters, stage
-    )  # fmt: skip
+    meetings = meet_fetching(counters, threads, meetings, packed.words, ahead)
+    a = as_words(activations)
+    if num_rows == 1:
+        _score_row(
+            kind, a, hidden, packed, head, peaks, tokens, scales, numbers, counters, stage, threads, ahead
+        )  # fmt: skip
+    else:
+        _score_units(kind, a, num_rows, hidden, packed, head, peaks, tokens, scales, numbers, counters, stage)
     meet(counters, threads, meetings)
     if thread == 0:
         _choose_best(head, threads)
 
 
 @compiled
-def _meet(counters, count, meetings, times, stage, since):
+def _claim_ahead(kind, num_rows, packed, columns, width, threads, counters, stage, ahead):
+    """Claims a thread's first piece of a product that comes, if a single row is computed."""
+    if num_rows == 1:
+        claim_ahead(packed.first_word, columns, width // kind.per_word, threads, counters, stage, ahead)
+
+
+@compiled
+def _meet(counters, count, meetings, times, stage, since, packed, ahead):
     """Waits for the others, and notes how long the stage took."""
-    meetings = meet(counters, count, meetings)
+    meetings = meet_fetching(counters, count, meetings, packed.words, ahead)
     now = ticks()
     times[stage] += now - since
     return meetings, now
@@ -386,20 +464,24 @@ def _mlp(
     x, activations, scales = buffers.x, buffers.activations, buffers.scales
     stage = 1 + layer * STAGES_PER_LAYER
     _norm_rows(kind, first, last, hidden, norm, layer * hidden, eps, x, activations, scales, row)
-    meetings, since = _meet(counters, count, meetings, times, NORM, since)
+    meetings, since = _meet(counters, count, meetings, times, NORM, since, packed, buffers.ahead)
     _gated_product(
         kind, as_words(activations), num_rows, hidden, packed, buffers.inner, inner, scales, numbers, counters,
-        stage + GATE_UP,
+        stage + GATE_UP, count, buffers.ahead,
     )  # fmt: skip
     packed = _behind(packed, 2 * inner, hidden, kind.per_word)
-    meetings, since = _meet(counters, count, meetings, times, T_GATE_UP, since)
+    _claim_ahead(kind, num_rows, packed, hidden, inner, count, counters, stage + DOWN, buffers.ahead)
+    meetings, since = _meet(counters, count, meetings, times, T_GATE_UP, since, packed, buffers.ahead)
     if quantize_rows(kind, buffers.inner, inner, activations, scales, first, last):
-        meetings, since = _meet(counters, count, meetings, times, QUANTIZE, since)
+        meetings, since = _meet(counters, count, meetings, times, QUANTIZE, since, packed, buffers.ahead)
     _product(
         kind, words_of(kind, buffers.inner, activations), num_rows, inner, packed, x, hidden, hidden, True, scales,
-        numbers, counters, stage + DOWN,
+        numbers, counters, stage + DOWN, count, buffers.ahead,
     )  # fmt: skip
-    return _meet(counters, count, meetings, times, T_DOWN, since)
+    if layer + 1 < sizes.num_layers:
+        packed, stage = _behind(packed, hidden, inner, kind.per_word), stage + STAGES_PER_LAYER
+        _claim_ahead(kind, num_rows, packed, sizes.qkv, hidden, count, counters, stage + QKV, buffers.ahead)
+    return _meet(counters, count, meetings, times, T_DOWN, since, packed, buffers.ahead)
 
 
 @compiled
@@ -419,41 +501,47 @@ def _run_step(
     token_ids, embedding = step.token_ids, weights.embedding
     for r in range(first, last):
         embed(token_ids[r], embedding, x, r * hidden, hidden)
+    buffers.ahead[WORDS] = 0
+    packed = _first_projection(weights.words, weights.scales, weights.offsets, 0, sizes, kind.per_word)
+    if sizes.num_layers > 0:
+        _claim_ahead(kind, num_rows, packed, sizes.qkv, hidden, count, counters, 1 + QKV, buffers.ahead)
     for layer in range(sizes.num_layers):
         stage = 1 + layer * STAGES_PER_LAYER
-        _norm_rows(kind, first, last, hidden, weights.attention_norm, layer * hidden, eps, x, activations, scales, row)
-        meetings, since = _meet(counters, count, meetings, times, NORM, since)
         packed = _first_projection(weights.words, weights.scales, weights.offsets, layer, sizes, kind.per_word)
+        _norm_rows(kind, first, last, hidden, weights.attention_norm, layer * hidden, eps, x, activations, scales, row)
+        meetings, since = _meet(counters, count, meetings, times, NORM, since, packed, buffers.ahead)
         _product(
             kind, words, num_rows, hidden, packed, qkv, sizes.qkv, sizes.qkv, False, scales, numbers, counters,
-            stage + QKV,
+            stage + QKV, count, buffers.ahead,
         )  # fmt: skip
         packed = _behind(packed, sizes.qkv, hidden, kind.per_word)
-        meetings, since = _meet(counters, count, meetings, times, T_QKV, since)
+        _claim_ahead(kind, num_rows, packed, hidden, width, count, counters, stage + OUTPUT, buffers.ahead)
+        meetings, since = _meet(counters, count, meetings, times, T_QKV, since, packed, buffers.ahead)
         _place_rows(
             first, last, layer, sizes, eps, qkv, weights.qkv_bias, weights.q_norm, weights.k_norm, step.positions,
             step.cos, step.sin, step.slots, cache, scratch.rounded,
         )  # fmt: skip
-        meetings, since = _meet(counters, count, meetings, times, ROTATE, since)
+        meetings, since = _meet(counters, count, meetings, times, ROTATE, since, packed, buffers.ahead)
         meetings = _attend(
             layer, sizes, scale, qkv, step, cache, buffers.attended, scratch, counters, stage + ATTENTION, meetings
         )
-        meetings, since = _meet(counters, count, meetings, times, T_ATTENTION, since)
+        meetings, since = _meet(counters, count, meetings, times, T_ATTENTION, since, packed, buffers.ahead)
         if quantize_rows(kind, buffers.attended, width, activations, scales, first, last):
-            meetings, since = _meet(counters, count, meetings, times, QUANTIZE, since)
+            meetings, since = _meet(counters, count, meetings, times, QUANTIZE, since, packed, buffers.ahead)
         _product(
             kind, words_of(kind, buffers.attended, activations), num_rows, width, packed, x, hidden, hidden,
-            True, scales, numbers, counters, stage + OUTPUT,
+            True, scales, numbers, counters, stage + OUTPUT, count, buffers.ahead,
         )  # fmt: skip
         packed = _behind(packed, hidden, width, kind.per_word)
-        meetings, since = _meet(counters, count, meetings, times, T_OUTPUT, since)
+        _claim_ahead(kind, num_rows, packed, 2 * sizes.inner, hidden, count, counters, stage + GATE_UP, buffers.ahead)
+        meetings, since = _meet(counters, count, meetings, times, T_OUTPUT, since, packed, buffers.ahead)
         meetings, since = _mlp(
             kind, first, last, num_rows, layer, sizes, eps, weights.mlp_norm, packed, buffers, row, numbers, counters,
             meetings, times, since,
         )  # fmt: skip
     if len(head.rows):
         _score(
-            thread, kind, sizes, eps, weights.final_norm, head, x, activations, scales, row, numbers, counters,
+            thread, kind, sizes, eps, weights.final_norm, head, buffers, counters,
             1 + sizes.num_layers * STAGES_PER_LAYER, meetings,
         )  # fmt: skip
         times[T_HEAD] += ticks() - since

@@ -395,9 +395,7 @@ def attend_in_dots(item: Any, pages: Any, table: Any, following: Any, its_table:
                 position = item[POSITION] + (row + r) // group
                 low = position + 1 - window - first if window else 0
                 _soften(pages, row + r, r, count * LANES, low, min(position + 1, last) - first, scratch)
-            _add(
-                pages, row, rows, 0, whole, pointer(places, count), pointer(ahead, count + dots.NEAR), shape, scratch
-            )
+            _add(pages, row, rows, 0, whole, pointer(places, count), pointer(ahead, count + dots.NEAR), shape, scratch)
             if whole < count:
                 if row == 0:
                     at = (places[2 * count - 1] - dots.address(pages.values, 0)) // pages.itemsize
@@ -406,7 +404,14 @@ def attend_in_dots(item: Any, pages: Any, table: Any, following: Any, its_table:
                 for r in range(rows):
                     scratch.factors[r] = 1
                 _add(
-                    pages, row, rows, whole, 1, pointer(places, count + whole),
-                    pointer(ahead, count + whole + dots.NEAR), shape, scratch,
+                    pages,
+                    row,
+                    rows,
+                    whole,
+                    1,
+                    pointer(places, count + whole),
+                    pointer(ahead, count + whole + dots.NEAR),
+                    shape,
+                    scratch,
                 )
             row += rows

@@ -2,14 +2,15 @@
 
 One instruction multiplies two pairs of bfloat16, or four pairs of int8, in each of its sixteen lanes and adds them up
 (AVX512-BF16 and AVX512-VNNI; Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2). Such a group is a
-word of four bytes. The numbers of a key's group lie in as many rows of its block, and those of a group of tokens' values
-too; what is loaded is therefore shuffled into words once, and then serves all rows.
+word of four bytes. The numbers of a key's group lie in as many rows of its block, and those of a group of tokens'
+values too; what is loaded is therefore shuffled into words once, and then serves all rows.
 
 The cache is read in pieces of sixteen tokens, at places given as addresses. While a piece is read, another that is read
 soon is asked for, line by line: requests in bulk would fill the few buffers that there are for lines on their way, and
 everything would wait for them.
 
-What int8 meets has sixteen bits, in two int8 numbers, high and low: eight would cost as much accuracy as the cache does.
+What int8 meets has sixteen bits, in two int8 numbers, high and low: eight would cost as much accuracy as the cache
+does.
 """
 
 # ruff: noqa: ARG001 -- Numba looks at the parameters' number and names.
@@ -371,20 +372,21 @@ WORD_BYTES = 4
 
 score_bfloat16 = tuple(_score_bfloat16(rows) for rows in range(1, BFLOAT16_ROWS + 1))
 score_int8 = tuple(_score_int8(rows) for rows in range(1, INT8_ROWS + 1))
-"""For one, two, … rows: ``score(query, q, width, places, ahead, count, pitch, scores, s, span)`` sets rows of ``scores``
-(float32, from ``s`` on, ``span`` apart) to products of rows of ``query`` and the keys of ``count`` pieces of tokens.
+"""For one, two, … rows: ``score(query, q, width, places, ahead, count, pitch, scores, s, span)``.
 
-``query`` is int32 words, from ``q`` on: of bfloat16, row after row; for int8 a row's high bytes, its low bytes, and then
-the sum of either times 128. Keys are rows of tokens, ``pitch`` bytes apart, which begin at the addresses ``places``;
-``ahead`` are addresses of what is read soon, of ``FAR`` pieces more. ``width`` is the head's."""
+Sets rows of ``scores`` (float32, from ``s`` on, ``span`` apart) to products of rows of ``query`` and the keys of
+``count`` pieces of tokens. ``query`` is int32 words, from ``q`` on: of bfloat16, row after row; for int8 a row's high
+bytes, its low bytes, and then the sum of either times 128. Keys are rows of tokens, ``pitch`` bytes apart, which begin
+at the addresses ``places``; ``ahead`` are addresses of what is read soon, of ``FAR`` pieces more. ``width`` is the
+head's."""
 add_bfloat16 = tuple(_add_bfloat16(rows) for rows in range(1, BFLOAT16_ROWS + 1))
 add_int8 = tuple(_add_int8(rows) for rows in range(1, INT8_ROWS + 1))
-"""For one, two, … rows: ``add(weights, w, span, places, ahead, count, width, factors, steps, output, o)`` multiplies rows
-of ``output`` (float32, ``width`` numbers each, from ``o`` on) with ``factors``, and adds the weighted values of ``count``
-pieces of tokens.
+"""For one, two, … rows: ``add(weights, w, span, places, ahead, count, width, factors, steps, output, o)``.
 
-``weights`` is int32 words, from ``w`` on: rows of bfloat16, ``span`` words apart; for int8 rows of high and of low bytes
-in turns, both unsigned, and what they sum to is multiplied with ``steps``, one for each row as ``factors`` are."""
+Multiplies rows of ``output`` (float32, ``width`` numbers each, from ``o`` on) with ``factors``, and adds the weighted
+values of ``count`` pieces of tokens. ``weights`` is int32 words, from ``w`` on: rows of bfloat16, ``span`` words apart;
+for int8 rows of high and of low bytes in turns, both unsigned, and what they sum to is multiplied with ``steps``, one
+for each row as ``factors`` are."""
 
 
 # ---- what they take ----
@@ -405,9 +407,7 @@ def _store_halves(*, signed: bool) -> Any:
     def store(typing_context: Any, memory: Any, high: Any, low: Any, lanes: Any) -> tuple[Any, Callable[..., Any]]:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             # Adding 1.5 * 2^23 to a float32 leaves it rounded to an integer in the low bits.
-            shift, bits = (
-                ir.Constant(kind, [x] * LANES) for kind, x in ((_F32X16, 12582912.0), (_I32X16, 0x4B400000))
-            )
+            shift, bits = (ir.Constant(kind, [x] * LANES) for kind, x in ((_F32X16, 12582912.0), (_I32X16, 0x4B400000)))
             whole = builder.sub(builder.bitcast(builder.fadd(arguments[3], shift), _I32X16), bits)
             kind = ir.VectorType(_I8, LANES)
             lower = builder.trunc(whole, kind)

@@ -1,4 +1,4 @@
-"""Paged attention for the CPU: an online softmax that walks the block table in place, in vectors or in tiles."""
+"""Paged attention for the CPU: an online softmax that walks the block table in place, in one of three ways."""
 
 # ruff: noqa: ARG001 -- the variants of an operation take the same arguments, whichever they need.
 
@@ -35,11 +35,13 @@ from chairlift.model.kernels.attention_items import (
 from chairlift.model.kernels.by_kind import begin, end
 from chairlift.model.kernels.compiling import COMPILED_ONLY, SOURCE_DIGEST, compiled
 from chairlift.model.kernels.dot_attention import FEW_ROWS, attend_in_dots, dot_scratch, own_dot_scratch
+from chairlift.model.kernels.dots import CHUNK
 from chairlift.model.kernels.kinds import in_tiles
 from chairlift.model.kernels.memory import for_threads, part, pointer
 from chairlift.model.kernels.threads import meet
 from chairlift.model.kernels.tile_attention import attend_in_tiles, tile_scratch
 from chairlift.model.kernels.vector_attention import attend_in_vectors, vector_scratch
+
 
 class Scratches(NamedTuple):
     """Working memory for each way to attend, and room for a head's keys in the cache's type."""
@@ -91,12 +93,6 @@ def _fetch_first(item: Any, pages: Any, tables: Any, shape: Any) -> None:
 
 
 @compiled
-def _few_rows(item: Any, shape: Any) -> bool:
-    """Whether an item is attended with by dot products, where the kind does so at all."""
-    return item[NUM_ROWS] * (shape.num_heads // shape.num_kv_heads) <= FEW_ROWS
-
-
-@compiled
 def _run_in_vectors(item, following, query, stride, scale, pages, tables, shape, partial, output, scratch):  # type: ignore[no-untyped-def]
     _fetch_first(following, pages, tables, shape)
     start_item(item, query, stride, scale, shape, scratch.vectors)
@@ -106,8 +102,11 @@ def _run_in_vectors(item, following, query, stride, scale, pages, tables, shape,
 
 @compiled
 def _run_in_tiles(item, following, query, stride, scale, pages, tables, shape, partial, output, scratch):  # type: ignore[no-untyped-def]
-    if _few_rows(item, shape):
-        _run_in_dots(item, following, query, stride, scale, pages, tables, shape, partial, output, scratch)
+    if item[NUM_ROWS] * (shape.num_heads // shape.num_kv_heads) <= FEW_ROWS:
+        if shape.head_dim % CHUNK == 0:
+            _run_in_dots(item, following, query, stride, scale, pages, tables, shape, partial, output, scratch)
+        else:
+            _run_in_vectors(item, following, query, stride, scale, pages, tables, shape, partial, output, scratch)
         return
     _fetch_first(following, pages, tables, shape)
     start_item(item, query, stride, scale, shape, scratch.tiles)
@@ -118,9 +117,7 @@ def _run_in_tiles(item, following, query, stride, scale, pages, tables, shape, p
 @compiled
 def _run_in_dots(item, following, query, stride, scale, pages, tables, shape, partial, output, scratch):  # type: ignore[no-untyped-def]
     start_item(item, query, stride, scale, shape, scratch.dots)
-    attend_in_dots(
-        item, pages, _table(tables, item), following, _table(tables, following), shape, scratch.dots
-    )
+    attend_in_dots(item, pages, _table(tables, item), following, _table(tables, following), shape, scratch.dots)
     _end_item(item, partial, output, shape, scratch.dots)
 
 
@@ -143,8 +140,10 @@ def _run_by_kind(kind, item, following, query, stride, scale, pages, tables, sha
 
 @compiled
 def run_item(item, following, query, stride, scale, pages, tables, shape, partial, output, scratch):  # type: ignore[no-untyped-def]
-    """Attends for one item, whose query rows are ``stride`` numbers apart, and asks for the first tokens of the one that
-    is run next, which may be this one again."""
+    """Attends for one item, whose query rows are ``stride`` numbers apart.
+
+    It asks for the first tokens of the one that is run next, which may be this one again.
+    """
     _run(shape.kind, item, following, query, stride, scale, pages, tables, shape, partial, output, scratch)
 
 

@@ -40,7 +40,7 @@ binding.initialize_native_asmparser()
 
 Words = npt.NDArray[np.int32]
 
-_I32 = ir.IntType(32)
+_I32, _BYTE = ir.IntType(32), ir.IntType(8)
 _F32X16, _I32X16 = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(_I32, LANES)
 
 
@@ -81,59 +81,86 @@ def _instruction(name: str, sums_type: Any) -> Callable[..., Any]:
     return emit
 
 
+def _fetch(builder: Any, place: Any) -> None:
+    """Asks for a cache line, which is to be in the second level: it is not read at once."""
+    kind = ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(function, [place, _I32(0), _I32(2), _I32(1)])
+
+
 def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any, pointee: Any) -> Any:
     data = data_of(context, builder, array_type, array)
     return builder.bitcast(builder.gep(data, [index]), pointee.as_pointer())
 
 
-def _vector_block(rows: int, multiply_add: Callable[..., Any], sums_type: Any) -> Any:
-    """Rows of activations by two strips, in registers."""
+def _vector_block(rows: int, strips: int, multiply_add: Callable[..., Any], sums_type: Any, ahead: int = 0) -> Any:
+    """Rows of activations by a few strips, in registers. So many lines ahead, weights are asked for: those of each
+    strip, and behind its end those of a strip of the block that begins at ``following``."""
 
     @intrinsic
     def block(
-        typing_context: Any, a: Any, ai: Any, stride: Any, weights: Any, wi: Any, words: Any, strip: Any, c: Any,
-        ci: Any,
+        typing_context: Any, a: Any, ai: Any, stride: Any, weights: Any, wi: Any, words: Any, strip: Any,
+        following: Any, c: Any, ci: Any,
     ) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            a_, ai_, stride_, w_, wi_, words_, strip_, c_, ci_ = arguments
+            a_, ai_, stride_, w_, wi_, words_, strip_, following_, c_, ci_ = arguments
             i64 = ci_.type
-            cells = [(row, column) for row in range(rows) for column in range(STRIPS)]
+            cells = [(row, column) for row in range(rows) for column in range(strips)]
             places = [
                 _address(
-                    context, builder, c, c_, builder.add(ci_, i64(row * BLOCK_COLUMNS + column * LANES)), sums_type
+                    context, builder, c, c_, builder.add(ci_, i64((row * strips + column) * LANES)), sums_type
                 )
                 for row, column in cells
-            ]
+            ]  # fmt: skip
             sums = [cgutils.alloca_once(builder, sums_type) for _ in cells]
             for total in sums:
                 builder.store(sums_type(None), total)
             zeros = ir.Constant(_I32X16, [0] * LANES)
-            with cgutils.for_range(builder, words_) as loop:
-                word = builder.add(wi_, builder.mul(loop.index, i64(LANES)))
-                read = [
-                    builder.load(_address(context, builder, weights, w_, place, _I32X16), align=WORD_BYTES)
-                    for place in (word, builder.add(word, strip_))
-                ]
-                for row in range(rows):
-                    place = builder.add(builder.add(ai_, loop.index), builder.mul(stride_, i64(row)))
-                    number = builder.load(_address(context, builder, a, a_, place, _I32))
-                    lane = builder.insert_element(ir.Constant(_I32X16, ir.Undefined), number, _I32(0))
-                    lanes = builder.shuffle_vector(lane, lane, zeros)
-                    for column in range(STRIPS):
-                        total = sums[row * STRIPS + column]
-                        builder.store(multiply_add(builder, builder.load(total), lanes, read[column]), total)
+
+            def multiply(first: Any, last: Any, asked: Any) -> None:
+                """Goes over words; of ``asked``, as many words on, lines are asked for."""
+                with cgutils.for_range(builder, builder.sub(last, first)) as loop:
+                    index = builder.add(first, loop.index)
+                    offset = builder.mul(index, i64(LANES))
+                    read = []
+                    for column in range(strips):
+                        place = builder.add(offset, builder.mul(strip_, i64(column)))
+                        if ahead:
+                            _fetch(builder, _address(context, builder, weights, w_, builder.add(asked, place), _BYTE))
+                        place = builder.add(wi_, place)
+                        read.append(
+                            builder.load(_address(context, builder, weights, w_, place, _I32X16), align=WORD_BYTES)
+                        )
+                    for row in range(rows):
+                        place = builder.add(builder.add(ai_, index), builder.mul(stride_, i64(row)))
+                        number = builder.load(_address(context, builder, a, a_, place, _I32))
+                        lane = builder.insert_element(ir.Constant(_I32X16, ir.Undefined), number, _I32(0))
+                        lanes = builder.shuffle_vector(lane, lane, zeros)
+                        for column in range(strips):
+                            total = sums[row * strips + column]
+                            builder.store(multiply_add(builder, builder.load(total), lanes, read[column]), total)
+
+            lines = i64(ahead)
+            whole = builder.sub(words_, lines)
+            whole = builder.select(builder.icmp_signed(">", whole, i64(0)), whole, i64(0))
+            if ahead:
+                multiply(i64(0), whole, builder.add(wi_, i64(ahead * LANES)))
+                behind = builder.mul(builder.sub(lines, words_), i64(LANES))
+                multiply(whole, words_, builder.add(following_, behind))
+            else:
+                multiply(i64(0), words_, wi_)
             for place, total in zip(places, sums, strict=True):
                 builder.store(builder.load(total), place, align=WORD_BYTES)
             return context.get_dummy_value()
 
         numbers = (types.intp,) * 2
-        return types.void(a, *numbers, weights, *numbers, types.intp, c, types.intp), generate
+        return types.void(a, *numbers, weights, *numbers, *numbers, c, types.intp), generate
 
     return block
 
 
 def _vector_product(multiply_add: Callable[..., Any], sums_type: Any) -> Any:
-    eight, four, two, one = (_vector_block(rows, multiply_add, sums_type) for rows in (8, 4, 2, 1))
+    eight, four, two, one = (_vector_block(rows, STRIPS, multiply_add, sums_type) for rows in (8, 4, 2, 1))
 
     @compiled
     def product(kind, a, ai, stride, rows, weights, wi, words, strip, c, ci):
@@ -143,17 +170,43 @@ def _vector_product(multiply_add: Callable[..., Any], sums_type: Any) -> Any:
             left = rows - row
             at, ct = ai + row * stride, ci + row * BLOCK_COLUMNS
             if left >= 8:
-                eight(a, at, stride, weights, wi, words, strip, c, ct)
+                eight(a, at, stride, weights, wi, words, strip, wi, c, ct)
                 row += 8
             elif left >= 4:
-                four(a, at, stride, weights, wi, words, strip, c, ct)
+                four(a, at, stride, weights, wi, words, strip, wi, c, ct)
                 row += 4
             elif left >= 2:
-                two(a, at, stride, weights, wi, words, strip, c, ct)
+                two(a, at, stride, weights, wi, words, strip, wi, c, ct)
                 row += 2
             else:
-                one(a, at, stride, weights, wi, words, strip, c, ct)
+                one(a, at, stride, weights, wi, words, strip, wi, c, ct)
                 row += 1
+
+    return product
+
+
+# ---- one row ----
+
+ROW_STRIPS = 8
+"""A row meets as many strips side by side: hardware that reads ahead does so within pages of 4 KiB, and reads more of
+eight pages at once than of two."""
+ROW_AHEAD = 16
+"""Lines of each strip that are asked for ahead."""
+
+
+def _row_product(multiply_add: Callable[..., Any], sums_type: Any) -> Any:
+    eight, four, two = (_vector_block(1, strips, multiply_add, sums_type, ROW_AHEAD) for strips in (ROW_STRIPS, 4, 2))
+
+    @compiled
+    def product(kind, a, weights, wi, words, strips, following, c):
+        """Computes a piece; see :func:`row_product_of`."""
+        strip = words * LANES
+        if strips == ROW_STRIPS:
+            eight(a, 0, 0, weights, wi, words, strip, following, c, 0)
+        elif strips == 4:
+            four(a, 0, 0, weights, wi, words, strip, following, c, 0)
+        else:
+            two(a, 0, 0, weights, wi, words, strip, following, c, 0)
 
     return product
 
@@ -185,6 +238,11 @@ def _tile_product(multiply: Any) -> Any:
 # ---- choice ----
 
 PRECISIONS = ("float32", "bfloat16", "int8")
+_VECTORS = {
+    "float32": (_fma_float32, _F32X16),
+    "bfloat16": (_instruction("vdpbf16ps", _F32X16), _F32X16),
+    "int8": (_instruction("vpdpbusd", _I32X16), _I32X16),
+}
 
 
 def unsupported(precision: str) -> str | None:
@@ -214,9 +272,14 @@ def product_of(precision: str, *, in_tiles: bool) -> Any:
     """
     if in_tiles:
         return _tile_product({"bfloat16": tiles.multiply_bfloat16, "int8": tiles.multiply_int8}[precision])
-    multiply_add, sums_type = {
-        "float32": (_fma_float32, _F32X16),
-        "bfloat16": (_instruction("vdpbf16ps", _F32X16), _F32X16),
-        "int8": (_instruction("vpdpbusd", _I32X16), _I32X16),
-    }[precision]
-    return _vector_product(multiply_add, sums_type)
+    return _vector_product(*_VECTORS[precision])
+
+
+@cache
+def row_product_of(precision: str) -> Any:
+    """The kernel ``product(kind, a, weights, wi, words, strips, following, c)``, in vectors, for a single row.
+
+    It sets ``c`` to the products of the row, which begins at ``a[0]``, and 2, 4 or 8 strips, which begin at
+    ``weights[wi]`` end to end; ``weights[following]`` is what is read next. Else it is as :func:`product_of`.
+    """
+    return _row_product(*_VECTORS[precision])

@@ -123,24 +123,40 @@ def claim(counters, stage):
 
 
 @compiled
-def meet(counters, threads, times):
-    """Waits until all threads are here. ``times`` is how often they have met before; returns how often by now."""
-    times += 1
-    if threads == 1:
-        return times
-    everybody = threads * times
-    if _add(counters, ARRIVED, 1) + 1 == everybody:
-        # Whoever sleeps, or is about to, has said so before it looked at the counter for the last time.
-        if _read(counters, SLEEPERS) > 0:
-            _wake(counters, ARRIVED)
-        return times
+def arrive(counters, everybody):
+    """Says that a thread has come to a meeting. Returns whether all have: ``everybody`` is how often by then."""
+    if _add(counters, ARRIVED, 1) + 1 < everybody:
+        return False
+    # Whoever sleeps, or is about to, has said so before it looked at the counter for the last time.
+    if _read(counters, SLEEPERS) > 0:
+        _wake(counters, ARRIVED)
+    return True
+
+
+@compiled
+def all_here(counters, everybody):
+    """Whether all threads have come."""
+    return _read(counters, ARRIVED) >= everybody
+
+
+@compiled
+def await_all(counters, everybody):
+    """Waits until all threads have come."""
     for _ in range(SPINS):
-        if _read(counters, ARRIVED) >= everybody:
-            return times
+        if all_here(counters, everybody):
+            return
     _add(counters, SLEEPERS, 1)
     arrived = _read(counters, ARRIVED)
     while arrived < everybody:
         _sleep(counters, ARRIVED, arrived)
         arrived = _read(counters, ARRIVED)
     _add(counters, SLEEPERS, -1)
+
+
+@compiled
+def meet(counters, threads, times):
+    """Waits until all threads are here. ``times`` is how often they have met before; returns how often by now."""
+    times += 1
+    if threads > 1 and not arrive(counters, threads * times):
+        await_all(counters, threads * times)
     return times

@@ -65,6 +65,7 @@ class Engine(NamedTuple):
 
 ENGINES = {
     "chairlift": Engine("drive_chairlift.py", None, {"bf16": "safetensors", "int8": "safetensors"}),
+    "chairlift-kv8": Engine("drive_chairlift_kv8.py", None, {"bf16": "safetensors", "int8": "safetensors"}),
     "chairlift-server": Engine("drive_chairlift_server.py", None, {"bf16": "safetensors", "int8": "safetensors"}),
     "openvino": Engine("drive_openvino.py", "venv-openvino", {"bf16": "openvino-bf16", "int8": "openvino-int8"}),
     "vllm": Engine("drive_vllm.py", "venv-vllm", {"bf16": "safetensors", "int8": "w8a8"}),

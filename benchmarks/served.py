@@ -13,6 +13,7 @@ what it and the server's own process compute is printed, since on a machine that
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import selectors
@@ -72,7 +73,8 @@ class Group:
         os.killpg(self.process.pid, number)
 
     def end(self) -> None:
-        self.signal(signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGCONT)
         self.process.terminate()
         try:
             self.process.wait(20)
@@ -118,6 +120,7 @@ class Server(Group):
         deadline = time.monotonic() + START_TIMEOUT
         while not self._answers():
             if self.process.poll() is not None or time.monotonic() > deadline:
+                self.end()
                 log.seek(0)
                 raise SystemExit(f"the server did not start: {log.read().decode(errors='replace')[-500:]}")
             time.sleep(0.1)

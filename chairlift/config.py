@@ -5,10 +5,9 @@ Field names are vLLM's flags where vLLM has them. Every error says what to chang
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 
-from chairlift.cores import CAN_BIND, parse_cores
+from chairlift.cores import CAN_BIND, parse_cores, usable
 from chairlift.scheduling.config import POLICIES, PREEMPTION_MODES, VICTIM_RULES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -290,7 +289,7 @@ class ServerConfig:
 
 def available_cores() -> int:
     """CPU cores that this process may use: its affinity mask, not what the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return usable()
 
 
 def _one_of(flag: str, value: str, choices: tuple[str, ...]) -> None:

@@ -69,18 +69,29 @@ def bind(threads: Threads, cores: Sequence[int]) -> None:
         OSError: the system refuses.
     """
     everybody = threading.Barrier(threads.count)
+    refused: list[OSError] = []
 
     def bind_one(thread: int) -> None:
         try:
             os.sched_setaffinity(0, {cores[thread]})
-        except OSError:
+        except OSError as error:
+            refused.append(error)
             everybody.abort()
             raise
         everybody.wait()  # until then no thread can take a second core
 
     global _unbound
     _unbound = _unbound or os.sched_getaffinity(0)
-    threads.run(bind_one)
+    try:
+        threads.run(bind_one)
+    except (OSError, threading.BrokenBarrierError):
+        unbind()
+        raise refused[0] from None
+
+
+def usable() -> int:
+    """How many cores the calling thread may use, or could before it was bound."""
+    return len(_unbound or os.sched_getaffinity(0)) if CAN_BIND else os.cpu_count() or 1
 
 
 _unbound: set[int] | None = None

@@ -26,12 +26,12 @@ from chairlift.model.kernels.decoder import (
     STAGES,
     STAGES_PER_LAYER,
     Buffers,
-    Head,
     Sizes,
     Step,
     Weights,
     run_step,
 )
+from chairlift.model.kernels.head import Head
 from chairlift.model.kernels.memory import aligned, for_threads
 from chairlift.model.kernels.pieces import AHEAD
 from chairlift.model.kernels.products import BLOCK_COLUMNS, BLOCK_ROWS, WORD_BYTES, Words, pack, uses_tiles
@@ -94,7 +94,7 @@ class FusedCausalLM:
         self._packed_head = Packed(*_pack([model.head], is_quantized(self._kind), keep=tied), 0, 0)
         self._weights = self._pack(model)
         self._config = tiles.full_tiles()
-        self._counters = np.zeros((2 + STAGES_PER_LAYER * config.num_layers) * COUNTER, np.int64)
+        self._num_counters = (2 + STAGES_PER_LAYER * config.num_layers) * COUNTER
         self.times = np.zeros((attention.threads.count, len(STAGES)), np.int64)
         self._room = 0
         self._make_room(BLOCK_ROWS)
@@ -104,7 +104,7 @@ class FusedCausalLM:
         self._cos = self._sin = np.empty(0, np.float32)
         self._cache: LayerKVs | None = None  # that of the last step, and its pages
         self._pages: Pages
-        self._no_pages: Pages  # of the same types
+        self._no_pages: Pages | None = None  # of the same types
         windows = sorted({window or 0 for window in config.sliding_windows})
         self._windows = windows
         self._layer_windows = np.array([window or 0 for window in config.sliding_windows], np.int64)
@@ -137,6 +137,8 @@ class FusedCausalLM:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token: [S, hidden_size] to [S, vocab_size] float32, valid until the next call."""
+        if self._no_pages is None:
+            raise RuntimeError("there has been no step yet whose rows these could be")
         rows = len(hidden)
         self._make_room(rows)
         head = self._head_of(np.arange(rows), kept=True)
@@ -145,11 +147,12 @@ class FusedCausalLM:
         return self._scores(head)
 
     def _run(self, sizes: Sizes, buffers: Buffers, head: Head, step: Step, cache: Pages) -> None:
-        self._counters[:] = 0
+        # New ones for each step: after an interrupt a thread may still be in the last.
+        counters = aligned(self._num_counters, np.int64, zeros=True)
         self._attention.threads.run(
             run_step, self._kind, sizes, np.float32(self.config.rms_norm_eps),
             np.float32(self._attention.scale * LOG2_E), self._weights, head, buffers,
-            self._attention.scratch(cache.keys.dtype), step, cache, self._counters, self.times, self._config,
+            self._attention.scratch(cache.keys.dtype), step, cache, counters, self.times, self._config,
         )  # fmt: skip
 
     def _head_of(self, rows: npt.NDArray[np.int64], *, kept: bool) -> Head:

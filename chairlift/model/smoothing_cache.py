@@ -1,8 +1,8 @@
 """What smoothing has measured of a model, kept on disk: to measure takes longer than everything else that it does.
 
 A file is named after the model's weights and begins with a checksum over the code that measured and over what it
-found, so none is taken that belongs to other weights or another version, or is damaged. One that was wrong all the same
-would cost precision and nothing else: whatever the factors are, they leave the model what it is but for rounding.
+found, so none is taken that belongs to other weights or another version, or is damaged. Numbers that were wrong all the
+same would cost precision and nothing else: whatever the factors are, they leave the model what it is but for rounding.
 """
 
 from __future__ import annotations
@@ -38,12 +38,18 @@ def remembered(model: CausalLM, measure: Callable[[], Tensor]) -> Tensor:
     if model.weight_bytes < WORTH_BYTES:
         return measure()
     shape = (model.config.num_layers, model.config.intermediate_size)
-    path = cache_directory() / "smoothing" / f"{_fingerprint(model)}.bin"
+    try:
+        directory = cache_directory()
+    except RuntimeError:  # nobody's home: a container without a user
+        return measure()
+    path = directory / "smoothing" / f"{_fingerprint(model)}.bin"
     with contextlib.suppress(OSError):
         content = path.read_bytes()
         found = content[CHECKSUM_BYTES:]
         if _checksum(found) == content[:CHECKSUM_BYTES] and len(found) == 4 * shape[0] * shape[1]:
-            return torch.from_numpy(np.frombuffer(found, "<f4").reshape(shape).astype(np.float32))
+            factors = np.frombuffer(found, "<f4").reshape(shape).astype(np.float32)
+            if np.isfinite(factors).all():
+                return torch.from_numpy(factors)
     measured = measure()
     _keep(measured.numpy().astype("<f4").tobytes(), path)
     return measured

@@ -127,6 +127,60 @@ def test_long_contexts_are_cut_and_merged(chunks: list[tuple[int, int]], window:
     assert_conforms(CpuAttention, Heads(num_heads=3, num_kv_heads=1, head_dim=32), chunks, window)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("window", [None, 300, 700])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (128, 64), (256, 16)])
+@pytest.mark.parametrize("int8_cache", [False, True])
+def test_few_rows_of_long_contexts(
+    int8_cache: bool, head_dim: int, block_size: int, window: int | None, threads: int
+) -> None:
+    """Over many spans, cut into items and whole; with spans of which the first rows see nothing."""
+    torch.set_num_threads(threads)
+    heads = Heads(3, 1, head_dim, block_size, torch.bfloat16, int8_cache)
+    assert_conforms(CpuAttention, heads, [(1, 3000), (2, 2500), (2, 257), (1, 256), (1, 16)], window)
+    alone = Heads(8, 8, head_dim, block_size, torch.bfloat16, int8_cache)
+    assert_conforms(CpuAttention, alone, [(8, 1030), (8, 260)], window)
+
+
+def few_rows(heads: Heads, chunks: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """The same step in float32 vectors and by dot products, whose outputs stay float32."""
+    batch = paged_batch(heads, chunks)
+    vectors, dots = heads.backend(CpuAttention), heads.backend(CpuAttention)
+    assert isinstance(dots, CpuAttention)
+    dots.kind = kinds.BFloat16Tiles()
+    return batch.run(vectors)[0], batch.run(dots)[0]
+
+
+@pytest.mark.skipif(not tiles.available(), reason="this processor attends in vectors alone")
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("ratio", [1, 2, 3, 4])
+def test_int8_dot_products_have_sixteen_bits(ratio: int, rows: int) -> None:
+    """With eight, of queries or of weights, the difference would be some 0.004."""
+    heads = Heads(num_heads=2 * ratio, num_kv_heads=2, int8_cache=True)
+    expected, output = few_rows(heads, [(rows, 40), (rows, 300), (rows, 1100)])
+    assert 0 < (output - expected).norm() / expected.norm() < 1e-4
+
+
+@pytest.mark.skipif(not tiles.available(), reason="this processor attends in vectors alone")
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("head_dim", [64, 256, 512])
+def test_the_largest_int8_sums_fit(head_dim: int, sign: int) -> None:
+    """256 tokens of equal weight, all numbers as large as int8 has them: the average is each of them."""
+    heads = Heads(num_heads=3, num_kv_heads=1, head_dim=head_dim, int8_cache=True)
+    batch = paged_batch(heads, [(1, 256)])
+    for tensor in (batch.query, batch.key, batch.value):
+        tensor[:] = 1.27
+    batch.value.mul_(sign)
+    batch.kv.key[:], batch.kv.value[:] = 127, 127 * sign
+    for scales in batch.kv.tensors[2:]:
+        scales[:] = 0.01
+    backend = heads.backend(CpuAttention)
+    assert isinstance(backend, CpuAttention)
+    backend.kind = kinds.BFloat16Tiles()
+    output, _ = batch.run(backend)
+    torch.testing.assert_close(output, torch.full_like(output, 1.27 * sign), rtol=2e-5, atol=0)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_random_batches(seed: int) -> None:
     pick = random.Random(seed)

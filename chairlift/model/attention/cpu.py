@@ -57,7 +57,8 @@ class CpuMetadata:
 class CpuAttention(AttentionBackend[CpuMetadata]):
     """Paged attention over a float32, bfloat16 or int8 cache.
 
-    A bfloat16 model attends in bfloat16 tiles, where the processor has them, with float32 sums; all else is float32.
+    Where the processor has matrix tiles, a bfloat16 model attends in them, and for few rows by dot products of bfloat16
+    or int8; sums are float32. All else is float32.
 
     Attributes:
         kind: how it computes.

@@ -48,9 +48,9 @@ MERGE_PARTIAL, MERGE_COUNT, MERGE_ROW, MERGE_NUM_ROWS, MERGE_KV_HEAD = range(5)
 class Shape(NamedTuple):
     """Sizes that the kernel needs.
 
-    ``kind`` says how to attend: in vectors of float32, or in tiles of bfloat16. ``block_shift`` is the binary logarithm
-    of the block's size: a division for every token would take longer than its products. ``window`` is 0 for none;
-    ``tile`` is the row capacity of a work item.
+    ``kind`` says how to attend: in vectors of float32, or in tiles and by dot products of bfloat16. ``block_shift``
+    is the binary logarithm of the block's size: a division for every token would take longer than its products.
+    ``window`` is 0 for none; ``tile`` is the row capacity of a work item.
     """
 
     kind: Any

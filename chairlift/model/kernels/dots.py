@@ -32,6 +32,8 @@ BFLOAT16_ROWS, INT8_ROWS = 4, 3
 """Query rows at most, whose sums fit the registers."""
 PAIR, GROUP = 2, 4
 """Numbers to a word, of bfloat16 and of int8."""
+WIDEST = 512
+"""Numbers of a head at most, so that the scores of int8 keys fit 32 bits."""
 NEAR, FAR = 2, 2
 """How many pieces ahead the cache is asked for, all of its lines; and how many further one line in ``LINES`` is, which
 has the second-level cache begin with those behind it."""

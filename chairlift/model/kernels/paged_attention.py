@@ -35,7 +35,7 @@ from chairlift.model.kernels.attention_items import (
 from chairlift.model.kernels.by_kind import begin, end
 from chairlift.model.kernels.compiling import COMPILED_ONLY, SOURCE_DIGEST, compiled
 from chairlift.model.kernels.dot_attention import FEW_ROWS, attend_in_dots, dot_scratch, own_dot_scratch
-from chairlift.model.kernels.dots import CHUNK
+from chairlift.model.kernels.dots import CHUNK, WIDEST
 from chairlift.model.kernels.kinds import in_tiles
 from chairlift.model.kernels.memory import for_threads, part, pointer
 from chairlift.model.kernels.threads import meet
@@ -103,7 +103,7 @@ def _run_in_vectors(item, following, query, stride, scale, pages, tables, shape,
 @compiled
 def _run_in_tiles(item, following, query, stride, scale, pages, tables, shape, partial, output, scratch):  # type: ignore[no-untyped-def]
     if item[NUM_ROWS] * (shape.num_heads // shape.num_kv_heads) <= FEW_ROWS:
-        if shape.head_dim % CHUNK == 0:
+        if shape.head_dim % CHUNK == 0 and shape.head_dim <= WIDEST:
             _run_in_dots(item, following, query, stride, scale, pages, tables, shape, partial, output, scratch)
         else:
             _run_in_vectors(item, following, query, stride, scale, pages, tables, shape, partial, output, scratch)

@@ -7,6 +7,8 @@ import weakref
 from queue import SimpleQueue
 from typing import Any
 
+from chairlift.cores import unbind
+
 Ends = SimpleQueue[BaseException | None]
 Tasks = SimpleQueue[tuple[Any, tuple[Any, ...], Ends] | None]
 
@@ -35,13 +37,14 @@ class ComputeThreads:
         for tasks in self._tasks:
             tasks.put((kernel, arguments, ends))
         kernel(0, *arguments)
-        for _ in self._tasks:
-            error = ends.get()
+        # All have to be out of the kernel before anything that it uses is touched.
+        for error in [ends.get() for _ in self._tasks]:
             if error is not None:
                 raise error
 
 
 def _serve(thread: int, tasks: Tasks) -> None:
+    unbind()  # who starts it may be bound, for another engine
     while (task := tasks.get()) is not None:
         kernel, arguments, ends = task
         try:

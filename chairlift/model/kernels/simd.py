@@ -114,7 +114,10 @@ def load(typing_context: Any, array: Any, index: Any) -> tuple[Any, Callable[...
 
 @operation
 def store(typing_context: Any, array: Any, index: Any, lanes: Any) -> tuple[Any, Callable[..., Any]]:
-    """Writes the lanes to ``array[index:index + 16]``, rounded to nearest, ties to even; to int8 from -128 to 127."""
+    """Writes the lanes to ``array[index:index + 16]``, rounded to nearest, ties to even; to int8 from -128 to 127.
+
+    Where the processor has an instruction that rounds to bfloat16, that does: it takes subnormal numbers for zero.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         stored, value = _stored(array), arguments[2]

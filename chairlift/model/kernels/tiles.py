@@ -35,9 +35,10 @@ _BYTES = _I8.as_pointer()
 
 @cache
 def available() -> bool:
-    """Whether this process may compute bfloat16 and int8 products in tiles."""
+    """Whether this process may compute bfloat16 and int8 products in tiles, and those of few rows in vectors."""
     features = binding.get_host_cpu_features()
-    if not all(features.get(name) for name in ("amx-tile", "amx-bf16", "amx-int8")) or platform.system() != "Linux":
+    needed = ("amx-tile", "amx-bf16", "amx-int8", "avx512bf16", "avx512vnni")
+    if not all(features.get(name) for name in needed) or platform.system() != "Linux":
         return False
     libc = ctypes.CDLL(None)
     return bool(libc.syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0)

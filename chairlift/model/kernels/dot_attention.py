@@ -123,7 +123,7 @@ def own_dot_scratch(scratch: Any, thread: int, threads: int) -> Any:
 
 
 @compiled
-def _span_end(item: Any, first: int) -> int:
+def _span_end(item: Any, first: int) -> Any:
     return min(first + SPAN, item[LAST])
 
 
@@ -225,7 +225,7 @@ def _start_by_type(pages, num_rows, dim, scratch):  # type: ignore[no-untyped-de
     return int8 if _is_int8(pages) else bfloat16
 
 
-def _score(pages, row, rows, count, shape, scratch):  # type: ignore[no-untyped-def]  # pragma: no cover
+def _score(pages: Any, row: Any, rows: Any, count: Any, shape: Any, scratch: Any) -> Any:  # pragma: no cover
     """Scores of so many rows, from ``row`` on, against the pieces."""
     raise TypeError(COMPILED_ONLY)
 
@@ -257,7 +257,9 @@ def _score_by_type(pages, row, rows, count, shape, scratch):  # type: ignore[no-
     return int8 if _is_int8(pages) else bfloat16
 
 
-def _weigh(pages, base, s, size, low, high, r, scratch):  # type: ignore[no-untyped-def]  # pragma: no cover
+def _weigh(
+    pages: Any, base: Any, s: Any, size: Any, low: Any, high: Any, r: Any, scratch: Any
+) -> Any:  # pragma: no cover
     """Makes weights of a row's scores, as products take them; returns the sum of the weights in lanes."""
     raise TypeError(COMPILED_ONLY)
 
@@ -297,7 +299,9 @@ def _weigh_by_type(pages, base, s, size, low, high, r, scratch):  # type: ignore
     return int8 if _is_int8(pages) else bfloat16
 
 
-def _add(pages, row, rows, first, count, places, ahead, shape, scratch):  # type: ignore[no-untyped-def]  # pragma: no cover
+def _add(
+    pages: Any, row: Any, rows: Any, first: Any, count: Any, places: Any, ahead: Any, shape: Any, scratch: Any
+) -> Any:  # pragma: no cover
     """Adds the weighted values of pieces to so many rows of the output, from ``row`` on."""
     raise TypeError(COMPILED_ONLY)
 

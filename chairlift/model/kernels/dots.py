@@ -75,7 +75,7 @@ def _ask_for(builder: Any, address: Any, level: int) -> None:
     """Prefetches a line into all caches (level 3) or into the second and those behind it (level 2)."""
     byte = _I8.as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")  # type: ignore[no-untyped-call]
     builder.call(function, [builder.inttoptr(address, byte), _I32(0), _I32(level), _I32(1)])
 
 
@@ -90,7 +90,7 @@ def _times(builder: Any, x: Any, factor: Any) -> Any:
 
 
 def _sums(builder: Any, count: int, kind: Any) -> list[Any]:
-    return [cgutils.alloca_once(builder, kind) for _ in range(count)]
+    return [cgutils.alloca_once(builder, kind) for _ in range(count)]  # type: ignore[no-untyped-call]
 
 
 class _Memory:
@@ -172,8 +172,8 @@ def _in_order(builder: Any, vectors: list[Any]) -> list[Any]:
     for i in range(_VECTORS):
         quarter = list(range(_VECTORS * i, _VECTORS * (i + 1)))
         order = quarter + [LANES + lane for lane in quarter]
-        halves = [_shuffled(builder, a, b, order) for a, b in (vectors[:2], vectors[2:])]
-        ordered.append(_shuffled(builder, *halves, list(range(LANES))))
+        first, second = (_shuffled(builder, a, b, order) for a, b in (vectors[:2], vectors[2:]))
+        ordered.append(_shuffled(builder, first, second, list(range(LANES))))
     return ordered
 
 
@@ -280,7 +280,7 @@ def _add_bfloat16(rows: int) -> Any:
 
     def go_on(builder: Any, sums: list[Any], piece: Any, row_bytes: Any, weights: Any, w: Any, span: Any) -> None:
         with cgutils.for_range(builder, _I64(LANES // PAIR)) as step:
-            lines = []
+            lines: list[list[Any]] = []
             for token in range(PAIR):
                 offset = _times(builder, _plus(builder, _times(builder, step.index, PAIR), token), row_bytes)
                 lines.append([])

@@ -1,6 +1,7 @@
 """What lower precision costs: perplexity, and how often the most likely token is still the same.
 
     python benchmarks/accuracy.py                  # a minute or two
+    python benchmarks/accuracy.py --as-decoded     # by the kernels of decoding rather than those of prompts
 
 float32 answers the request set (benchmarks/data/requests.json) greedily. Each precision then reads the same prompts and
 answers. Agreement is the share of answer tokens that are its most likely ones too, given all that float32 wrote before
@@ -45,6 +46,9 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--limit", type=int, help="use the first N requests only")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument(
+        "--as-decoded", action="store_true", help="read a token of each request in a step, as decoding does"
+    )
     arguments = parser.parse_args()
     requests = json.loads(REQUESTS.read_text())["reqs"][: arguments.limit]
     prompts = [request["prompt"] for request in requests]
@@ -53,6 +57,10 @@ def main() -> None:
     llm = LLM(arguments.model, dtype="float32", **options)
     answers = [output.outputs[0].token_ids for output in llm.generate(prompts, lengths)]
     del llm
+    if arguments.as_decoded:
+        together = len(requests)
+        options |= {"max_num_seqs": together, "max_num_batched_tokens": together}
+        options |= {"max_num_partial_prefills": together, "long_prefill_token_threshold": 1}
     counts = f"{len(requests)} requests, {sum(map(len, prompts))} prompt and {sum(map(len, answers))} answer tokens"
     print(f"{arguments.model}, {counts}")
     print(f"{'precision':<14}{'perplexity':>12}{'agreement':>11}{'mean logprob of answers':>26}")

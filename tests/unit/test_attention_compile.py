@@ -22,3 +22,15 @@ def run(program: str) -> str:
 
 def test_without_a_folder_to_write_to_the_kernel_is_not_cached() -> None:
     assert run(NO_FOLDER) == "NullCache"
+
+
+STALE = """
+from chairlift.model.kernels.compiling import SOURCE_DIGEST
+from chairlift.model.kernels.work_plan import plan_work
+print(SOURCE_DIGEST[:16] in plan_work._cache._impl.filename_base)
+"""
+
+
+def test_code_kept_of_another_version_is_not_even_read() -> None:
+    """It holds types by name, which this version may not have."""
+    assert run(STALE) == "True"

@@ -67,10 +67,11 @@ def test_models_that_cannot_be_loaded(
 
 
 def test_an_engine_that_dies_while_loading(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def dies(config: EngineConfig, logs: object) -> RemoteEngine:
+    def dies(engine: RemoteEngine) -> None:
         raise EngineDeadError("out of luck")
 
-    monkeypatch.setattr(RemoteEngine, "start", dies)
+    monkeypatch.setattr(RemoteEngine, "launch", lambda _: None)
+    monkeypatch.setattr(RemoteEngine, "wait_until_loaded", dies)
     monkeypatch.setattr("chairlift.model.source.resolve", lambda *_: ModelSource("m", "gguf", Path("m")))
     monkeypatch.setattr("chairlift.text.tokenizer.load_tokenizer", lambda _: None)
     assert run("serve", "--port", "0", monkeypatch=monkeypatch, capsys=capsys) == "chairlift: error: out of luck"

@@ -19,7 +19,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from chairlift.model.kernels import tiles
 from chairlift.model.kernels.attention_items import (
@@ -30,7 +29,7 @@ from chairlift.model.kernels.attention_items import (
     write_token,
 )
 from chairlift.model.kernels.by_kind import Packed, begin, block_product, end, quantize_rows, row_product, words_of
-from chairlift.model.kernels.compiling import SOURCE_DIGEST, compiled
+from chairlift.model.kernels.compiling import compiled, kernel
 from chairlift.model.kernels.head import score
 from chairlift.model.kernels.memory import as_words, part, pointer
 from chairlift.model.kernels.paged_attention import own_scratches, run_item
@@ -367,11 +366,16 @@ def _mlp(
     return _meet(counters, count, meetings, times, T_DOWN, since, packed, buffers.ahead)
 
 
-@compiled
-def _run_step(
+@kernel
+def run_step(
     thread, kind, sizes, eps, scale, weights, head, all_buffers, all_scratch, step, cache, counters, all_times, config
 ):  # fmt: skip
-    """See ``run_step``."""
+    """One thread's part of a step, up to the logits of the rows that are sampled. All threads have to call it.
+
+    With no layers and no rows in ``step`` it computes logits alone, of what is in ``buffers.x``. ``counters`` has
+    (2 + STAGES_PER_LAYER × layers) × COUNTER zeros; ``times`` [threads, stages] int64 is added to, in ticks of the
+    processor's clock; ``config`` is :func:`tiles.full_tiles`.
+    """
     kept = np.empty(tiles.CONFIG_BYTES, np.uint8)
     begin(kind, config, kept)
     num_rows, count = len(step.token_ids), sizes.threads
@@ -429,31 +433,3 @@ def _run_step(
         )  # fmt: skip
         times[T_HEAD] += ticks() - since
     end(kind, kept)
-
-
-def _build(digest: str, *, cache: bool) -> Any:
-    """Makes the kernel. Captures ``digest`` so that Numba's cache of compiled code depends on it."""
-
-    @njit(nogil=True, cache=cache, error_model="numpy", boundscheck=False)
-    def run_step(
-        thread, kind, sizes, eps, scale, weights, head, buffers, scratch, step, cache, counters, times, config
-    ):  # fmt: skip
-        """One thread's part of a step, up to the logits of the rows that are sampled. All threads have to call it.
-
-        With no layers and no rows in ``step`` it computes logits alone, of what is in ``buffers.x``. ``counters`` has
-        (2 + STAGES_PER_LAYER × layers) × COUNTER zeros; ``times`` [threads, stages] int64 is added to, in ticks of the
-        processor's clock; ``config`` is :func:`tiles.full_tiles`.
-        """
-        digest  # noqa: B018
-        _run_step(
-            thread, kind, sizes, eps, scale, weights, head, buffers, scratch, step, cache, counters, times, config
-        )  # fmt: skip
-
-    return run_step
-
-
-try:
-    run_step = _build(SOURCE_DIGEST, cache=True)
-except RuntimeError:
-    # There is no folder that Numba may write to: every start compiles anew.
-    run_step = _build(SOURCE_DIGEST, cache=False)

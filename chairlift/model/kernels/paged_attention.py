@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 from numba.extending import overload
 
 from chairlift.model.kernels import tiles
@@ -33,7 +32,7 @@ from chairlift.model.kernels.attention_items import (
     write_token,
 )
 from chairlift.model.kernels.by_kind import begin, end
-from chairlift.model.kernels.compiling import COMPILED_ONLY, SOURCE_DIGEST, compiled
+from chairlift.model.kernels.compiling import COMPILED_ONLY, compiled, kernel
 from chairlift.model.kernels.dot_attention import FEW_ROWS, attend_in_dots, dot_scratch, own_dot_scratch
 from chairlift.model.kernels.dots import CHUNK, WIDEST
 from chairlift.model.kernels.kinds import in_tiles
@@ -147,59 +146,46 @@ def run_item(item, following, query, stride, scale, pages, tables, shape, partia
     _run(shape.kind, item, following, query, stride, scale, pages, tables, shape, partial, output, scratch)
 
 
-def _build(digest: str, *, cache: bool) -> Any:
-    """Makes the kernel. Captures ``digest`` so that Numba's cache of compiled code depends on it."""
+@kernel
+def paged_attention(  # type: ignore[no-untyped-def]
+    thread,
+    query,
+    key,
+    value,
+    strides,
+    pages,
+    slots,
+    tables,
+    items,
+    item_bounds,
+    merges,
+    scale,
+    shape,
+    partial,
+    scratch,
+    output,
+    counters,
+    config,
+):
+    """One thread's part of a layer's attention. All have to call it; ``counters`` are zeros at first.
 
-    @njit(nogil=True, cache=cache, error_model="numpy", boundscheck=False)
-    def paged_attention(  # type: ignore[no-untyped-def]
-        thread,
-        query,
-        key,
-        value,
-        strides,
-        pages,
-        slots,
-        tables,
-        items,
-        item_bounds,
-        merges,
-        scale,
-        shape,
-        partial,
-        scratch,
-        output,
-        counters,
-        config,
-    ):
-        """One thread's part of a layer's attention. All have to call it; ``counters`` are zeros at first.
-
-        ``config`` is :func:`tiles.full_tiles`.
-        """
-        digest  # noqa: B018
-        count = len(item_bounds) - 1
-        kept = np.empty(tiles.CONFIG_BYTES, np.uint8)
-        begin(shape.kind, config, kept)
-        layer, own = pages_of_layer(pages, 0, 1), own_scratches(scratch, thread, count)
-        for row in range(len(slots) * thread // count, len(slots) * (thread + 1) // count):
-            write_token(key, row * strides[1], value, row * strides[2], slots[row], layer, shape, own.rounded)
-        meetings = meet(counters, count, 0)
-        for i in range(item_bounds[thread], item_bounds[thread + 1]):
-            following = min(i + 1, item_bounds[thread + 1] - 1)
-            run_item(
-                pointer(items, i * ITEM), pointer(items, following * ITEM), query, strides[0], scale, layer, tables,
-                shape, partial, output, own,
-            )  # fmt: skip
-        if len(merges):
-            meet(counters, count, meetings)
-            for i in range(thread, len(merges), count):
-                merge_partials(merges[i], partial, output, shape)
-        end(shape.kind, kept)
-
-    return paged_attention
-
-
-try:
-    paged_attention = _build(SOURCE_DIGEST, cache=True)
-except RuntimeError:
-    # There is no folder that Numba may write to: every start compiles anew.
-    paged_attention = _build(SOURCE_DIGEST, cache=False)
+    ``config`` is :func:`tiles.full_tiles`.
+    """
+    count = len(item_bounds) - 1
+    kept = np.empty(tiles.CONFIG_BYTES, np.uint8)
+    begin(shape.kind, config, kept)
+    layer, own = pages_of_layer(pages, 0, 1), own_scratches(scratch, thread, count)
+    for row in range(len(slots) * thread // count, len(slots) * (thread + 1) // count):
+        write_token(key, row * strides[1], value, row * strides[2], slots[row], layer, shape, own.rounded)
+    meetings = meet(counters, count, 0)
+    for i in range(item_bounds[thread], item_bounds[thread + 1]):
+        following = min(i + 1, item_bounds[thread + 1] - 1)
+        run_item(
+            pointer(items, i * ITEM), pointer(items, following * ITEM), query, strides[0], scale, layer, tables,
+            shape, partial, output, own,
+        )  # fmt: skip
+    if len(merges):
+        meet(counters, count, meetings)
+        for i in range(thread, len(merges), count):
+            merge_partials(merges[i], partial, output, shape)
+    end(shape.kind, kept)

@@ -6,13 +6,10 @@ thirtieth of its time.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numba import njit
 
 from chairlift.model.kernels.attention_items import ITEM, PADDED, SEGMENT, WHOLE
-from chairlift.model.kernels.compiling import SOURCE_DIGEST, compiled
+from chairlift.model.kernels.compiling import compiled, kernel
 
 # Below this many tokens, cutting a sequence in two costs more than it gains.
 MIN_SPLIT = 4 * SEGMENT
@@ -82,45 +79,32 @@ def _deal(costs, threads):
     return bounds
 
 
-def _build(digest: str, *, cache: bool) -> Any:
-    """Makes the kernel. Captures ``digest`` so that Numba's cache of compiled code depends on it."""
+@kernel
+def plan_work(query_start, seq_lens, window, tile_tokens, group, num_kv_heads, threads):
+    """Items [N, 8] int32, bounds [threads + 1] int64 of each thread's, merges [M, 5] int32, number of partials.
 
-    @njit(nogil=True, cache=cache, error_model="numpy")
-    def plan_work(query_start, seq_lens, window, tile_tokens, group, num_kv_heads, threads):
-        """Items [N, 8] int32, bounds [threads + 1] int64 of each thread's, merges [M, 5] int32, number of partials.
-
-        ``tile_tokens`` rows make a tile at most, each of ``group`` heads that share a key/value head.
-        """
-        digest  # noqa: B018
-        tiles = _tiles(query_start, seq_lens, window, tile_tokens)
-        num_items, num_cut = _cut(tiles, group, num_kv_heads, threads)
-        items, costs = np.empty((num_items * num_kv_heads, ITEM), np.int32), np.empty(num_items * num_kv_heads)
-        merges = np.empty((num_cut * num_kv_heads, 5), np.int32)
-        item = merge = partials = 0
-        for tile in tiles:
-            end, pieces = tile[_POSITION] + tile[_NUM_ROWS], tile[_PIECES]
-            for piece in range(pieces):
-                first = tile[_FIRST] + piece * tile[_LENGTH]
-                last = min(first + tile[_LENGTH], end)
-                for head in range(num_kv_heads):
-                    items[item, :4] = tile[:4]
-                    items[item, 4], items[item, 5], items[item, 6] = head, first, last
-                    items[item, 7] = partials + head * pieces + piece if pieces > 1 else WHOLE
-                    costs[item] = (last - first) * _cost(tile, group)
-                    item += 1
-            if pieces > 1:
-                for head in range(num_kv_heads):
-                    merges[merge, 0], merges[merge, 1] = partials + head * pieces, pieces
-                    merges[merge, 2], merges[merge, 3], merges[merge, 4] = tile[_ROW], tile[_NUM_ROWS], head
-                    merge += 1
-                partials += pieces * num_kv_heads
-        return items, _deal(costs, threads), merges, partials
-
-    return plan_work
-
-
-try:
-    plan_work = _build(SOURCE_DIGEST, cache=True)
-except RuntimeError:
-    # There is no folder that Numba may write to: every start compiles anew.
-    plan_work = _build(SOURCE_DIGEST, cache=False)
+    ``tile_tokens`` rows make a tile at most, each of ``group`` heads that share a key/value head.
+    """
+    tiles = _tiles(query_start, seq_lens, window, tile_tokens)
+    num_items, num_cut = _cut(tiles, group, num_kv_heads, threads)
+    items, costs = np.empty((num_items * num_kv_heads, ITEM), np.int32), np.empty(num_items * num_kv_heads)
+    merges = np.empty((num_cut * num_kv_heads, 5), np.int32)
+    item = merge = partials = 0
+    for tile in tiles:
+        end, pieces = tile[_POSITION] + tile[_NUM_ROWS], tile[_PIECES]
+        for piece in range(pieces):
+            first = tile[_FIRST] + piece * tile[_LENGTH]
+            last = min(first + tile[_LENGTH], end)
+            for head in range(num_kv_heads):
+                items[item, :4] = tile[:4]
+                items[item, 4], items[item, 5], items[item, 6] = head, first, last
+                items[item, 7] = partials + head * pieces + piece if pieces > 1 else WHOLE
+                costs[item] = (last - first) * _cost(tile, group)
+                item += 1
+        if pieces > 1:
+            for head in range(num_kv_heads):
+                merges[merge, 0], merges[merge, 1] = partials + head * pieces, pieces
+                merges[merge, 2], merges[merge, 3], merges[merge, 4] = tile[_ROW], tile[_NUM_ROWS], head
+                merge += 1
+            partials += pieces * num_kv_heads
+    return items, _deal(costs, threads), merges, partials

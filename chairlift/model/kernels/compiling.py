@@ -39,7 +39,7 @@ def kernel(function: Callable[..., Any]) -> Any:
     of: types in there that are gone by now would be an error. So the digest of the source goes into the name.
     """
     function.__qualname__ += f"_{SOURCE_DIGEST[:16]}"
-    options = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
     try:
         return njit(cache=True, **options)(function)
     except RuntimeError:

@@ -50,8 +50,8 @@ def sleeps_of_many_meetings() -> int:
 def test_threads_that_meet_soon_again_do_not_sleep() -> None:
     """Where waking takes longer than a thread waits awake, one sleep brings about the next, at every meeting."""
     meet_often(np.zeros(COUNTER, np.int64), 0)
-    # Other processes may take a core away for as long as an attempt takes; threads that have to sleep do so in each.
-    assert min(sleeps_of_many_meetings() for _ in range(5)) < MEETINGS // 4
+    # Other processes may take a core away now and then.
+    assert sleeps_of_many_meetings() < MEETINGS // 4
 
 
 def test_each_thread_runs_its_part_and_all_have_ended_when_run_returns() -> None:

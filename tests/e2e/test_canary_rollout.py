@@ -14,7 +14,9 @@ from support.fake_upstream import FakeUpstream
 from chairlift.canary.config import Timeouts
 from chairlift.config import ConfigError
 
-GATES = "p95_e2e<1s,error_rate<1%"
+# Where time is not what is tested, no pause of the machine may pass for a slow candidate.
+BY_ERRORS = "p95_e2e<60s,error_rate<1%"
+BY_TIME = "p95_e2e<1s,error_rate<1%"
 WINDOW = 30.0
 
 
@@ -49,8 +51,9 @@ def test_a_bad_candidate_is_rolled_back_within_a_window_and_no_client_sees_an_er
         if fault == "slow":
             candidate.fault, candidate.slower_by = None, 1.2
         timeouts = Timeouts(first_byte=30, total=60)
+        gates = BY_TIME if fault in ("slow", "hang") else BY_ERRORS
         async with routed(
-            FakeUpstream("stable"), candidate, gates=GATES, window=WINDOW, timeouts=timeouts, steps=(0.25, 1.0)
+            FakeUpstream("stable"), candidate, gates=gates, window=WINDOW, timeouts=timeouts, steps=(0.25, 1.0)
         ) as r:
             began = r.router.rollout.events[0].time
             got = await load(r, 24)
@@ -67,7 +70,7 @@ def test_a_bad_candidate_is_rolled_back_within_a_window_and_no_client_sees_an_er
 
 def test_a_candidate_that_dies_at_50_percent_is_rolled_back_and_only_open_streams_are_hurt():
     async def main() -> None:
-        async with routed(gates=GATES, window=WINDOW, steps=(0.1, 0.5, 1.0), down_after=2.0) as r:
+        async with routed(gates=BY_ERRORS, window=WINDOW, steps=(0.1, 0.5, 1.0), down_after=2.0) as r:
             await r.act("promote")
             dead = asyncio.Event()
 

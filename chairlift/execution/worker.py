@@ -158,6 +158,7 @@ class Worker:
     def _store(self, num_blocks: int, device: torch.device) -> KVStore:
         return KVStore(
             self.model.config,
+            self.attention.kv_layout(self.setup.kv_dtype),
             num_blocks=num_blocks,
             block_size=self.setup.limits.block_size,
             dtype=self.setup.kv_dtype,

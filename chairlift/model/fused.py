@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from chairlift.model.attention.base import AttentionBackend, LayerKVs
-from chairlift.model.attention.cpu import LOG2_E, CpuAttention, CpuMetadata, WorkPlan, bits_of, pages_of
+from chairlift.model.attention.cpu import LOG2_E, CpuAttention, CpuMetadata, WorkPlan, bits_of
 from chairlift.model.base import ModelOutput
 from chairlift.model.config import ModelConfig
 from chairlift.model.kernels import kinds, tiles
-from chairlift.model.kernels.attention_items import Pages
 from chairlift.model.kernels.by_kind import Packed
 from chairlift.model.kernels.decoder import (
     STAGES,
@@ -32,9 +31,9 @@ from chairlift.model.kernels.decoder import (
     run_step,
 )
 from chairlift.model.kernels.head import Head
-from chairlift.model.kernels.memory import aligned, for_threads
+from chairlift.model.kernels.memory import WORD_BYTES, aligned, for_threads
 from chairlift.model.kernels.pieces import AHEAD
-from chairlift.model.kernels.products import BLOCK_COLUMNS, BLOCK_ROWS, WORD_BYTES, Words, pack, uses_tiles
+from chairlift.model.kernels.products import BLOCK_COLUMNS, BLOCK_ROWS, Words, pack, uses_tiles
 from chairlift.model.kernels.products import unsupported as unsupported_precision
 from chairlift.model.kernels.simd import LANES
 from chairlift.model.kernels.threads import COUNTER
@@ -43,6 +42,7 @@ from chairlift.model.llama import CausalLM, DecoderLayer
 from chairlift.model.smoothing import smooth
 
 Floats = npt.NDArray[np.float32]
+Numbers = npt.NDArray[Any]
 
 MIN_POSITIONS = 1024
 """How far the first table of rotations goes. Each later one goes at least twice as far as the one before, and is some
@@ -103,8 +103,8 @@ class FusedCausalLM:
         self._no_logits = torch.empty(0, config.vocab_size)
         self._cos = self._sin = np.empty(0, np.float32)
         self._cache: LayerKVs | None = None  # that of the last step, and its pages
-        self._pages: Pages
-        self._no_pages: Pages | None = None  # of the same types
+        self._pages: Numbers
+        self._no_pages: Numbers | None = None  # of the same types
         windows = sorted({window or 0 for window in config.sliding_windows})
         self._windows = windows
         self._layer_windows = np.array([window or 0 for window in config.sliding_windows], np.int64)
@@ -146,13 +146,13 @@ class FusedCausalLM:
         self._run(self._sizes._replace(num_layers=0), buffers, head, self._no_step(), self._no_pages)
         return self._scores(head)
 
-    def _run(self, sizes: Sizes, buffers: Buffers, head: Head, step: Step, cache: Pages) -> None:
+    def _run(self, sizes: Sizes, buffers: Buffers, head: Head, step: Step, cache: Numbers) -> None:
         # New ones for each step: after an interrupt a thread may still be in the last.
         counters = aligned(self._num_counters, np.int64, zeros=True)
         self._attention.threads.run(
             run_step, self._kind, sizes, np.float32(self.config.rms_norm_eps),
             np.float32(self._attention.scale * LOG2_E), self._weights, head, buffers,
-            self._attention.scratch(cache.keys.dtype), step, cache, counters, self.times, self._config,
+            self._attention.scratch(cache.dtype), step, cache, counters, self.times, self._config,
         )  # fmt: skip
 
     def _head_of(self, rows: npt.NDArray[np.int64], *, kept: bool) -> Head:
@@ -208,11 +208,11 @@ class FusedCausalLM:
         partial = np.empty((0, 0, 0), np.float32)
         return Step(ints, ints, floats, floats, ints, tables, items, ints, merges, ints, ints, ints, partial)
 
-    def _pages_of(self, kv_caches: LayerKVs) -> Pages:
+    def _pages_of(self, kv_caches: LayerKVs) -> Numbers:
         """The same as at the last step, nearly always: each call of torch takes as long as ten of Python's own."""
         if kv_caches is not self._cache:
-            self._pages = pages_of(kv_caches.keys, kv_caches.values, kv_caches.key_scales, kv_caches.value_scales)
-            self._no_pages = Pages(*(array[:0] for array in self._pages))
+            self._pages = self._attention.pages(kv_caches)
+            self._no_pages = self._pages[:0]
             self._cache = kv_caches
         return self._pages
 

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from chairlift.model.attention.base import BatchLayout, LayerKVs
+from chairlift.model.attention.base import BatchLayout, LayerKVs, kv_width
 from chairlift.model.attention.reference import ReferenceAttention
 from chairlift.model.layers import Linear
 from chairlift.model.llama import CausalLM, DecoderLayer
@@ -155,11 +155,9 @@ def _inner_sizes(model: CausalLM, layers: Sequence[DecoderLayer]) -> Tensor:
         block_size=LENGTH,
         dtype=model.embedding.dtype,
     )
-    shape = (config.num_layers, SEQUENCES, config.num_kv_heads)
-    kv_caches = LayerKVs(
-        model.embedding.new_zeros((*shape, config.head_dim, LENGTH)),
-        model.embedding.new_zeros((*shape, LENGTH, config.head_dim)),
-    )
+    width = kv_width(LENGTH, config.head_dim, model.embedding.dtype)
+    numbers = model.embedding.new_zeros((config.num_layers, SEQUENCES, config.num_kv_heads, width))
+    kv_caches = LayerKVs(attention.kv_layout(numbers.dtype), numbers, LENGTH)
     every = torch.arange(SEQUENCES * LENGTH)
     metadata = attention.prepare(
         BatchLayout(

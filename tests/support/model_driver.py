@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chairlift.model.attention.base import AttentionBackend, BatchLayout, LayerKVs
+from chairlift.model.attention.base import AttentionBackend, BatchLayout, LayerKVs, kv_width
 from chairlift.model.attention.reference import ReferenceAttention
 from chairlift.model.base import Decoder
 
@@ -49,13 +49,6 @@ def generate(
         Generation(list(prompt), len(prompt), list(range(num_blocks - 1 - i, -1, -len(prompts))))
         for i, prompt in enumerate(prompts)
     ]
-    shape = (config.num_layers, num_blocks, config.num_kv_heads)
-    shapes = (*shape, config.head_dim, block_size), (*shape, block_size, config.head_dim)
-    if int8_cache:
-        scales = (torch.full((*shape, block_size), float("nan"), device=weight.device) for _ in range(2))
-        kv_caches = LayerKVs(*(weight.new_full(s, 127, dtype=torch.int8) for s in shapes), *scales)
-    else:
-        kv_caches = LayerKVs(*(weight.new_full(s, float("nan")) for s in shapes))
     if attention is None:
         attention = ReferenceAttention(
             num_heads=config.num_heads,
@@ -64,6 +57,15 @@ def generate(
             block_size=block_size,
             dtype=weight.dtype,
         )
+    dtype = torch.int8 if int8_cache else weight.dtype
+    width = kv_width(block_size, config.head_dim, dtype)
+    numbers = torch.empty(
+        (config.num_layers, num_blocks, config.num_kv_heads, width), dtype=dtype, device=weight.device
+    )
+    kv_caches = LayerKVs(attention.kv_layout(dtype), numbers, block_size)
+    for layer in kv_caches:
+        for tensor in layer.tensors:
+            tensor.fill_(127 if tensor.dtype == torch.int8 else float("nan"))
     step = 0
     while running := [s for s in sequences[: step + 1] if len(s.generated) < num_tokens]:
         _step(model, kv_caches, attention, running, chunk, block_size)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chairlift.model.attention.base import AttentionBackend, BatchLayout, LayerKV
+from chairlift.model.attention.base import AttentionBackend, BatchLayout, KVLayout, LayerKV, LayerKVs, kv_width
 from chairlift.model.attention.reference import quantized
 
 
@@ -55,12 +55,22 @@ class PagedBatch:
                 layout.max_query_len,
                 layout.max_seq_len,
             ),
-            LayerKV(*(tensor.to(device) for tensor in self.kv.tensors)),
+            self.kv_for(KVLayout(), device),
         )
+
+    def kv_for(self, layout: KVLayout, device: torch.device | None = None) -> LayerKV:
+        """A copy of the cache that lies in memory like this."""
+        blocks, heads, block_size, dim = self.kv.key.shape
+        width = kv_width(block_size, dim, self.kv.key.dtype)
+        numbers = torch.empty(1, blocks, heads, width, dtype=self.kv.key.dtype, device=device)
+        (kv,) = LayerKVs(layout, numbers, block_size)
+        for to, what in zip(kv.tensors, self.kv.tensors, strict=True):
+            to.copy_(what.reshape(to.shape))
+        return kv
 
     def run(self, backend: AttentionBackend[Any], window: int | None = None) -> tuple[Tensor, LayerKV]:
         """Output and cache after the step; the batch itself is left as it is."""
-        kv = LayerKV(*(tensor.clone() for tensor in self.kv.tensors))
+        kv = self.kv_for(backend.kv_layout(self.kv.key.dtype))
         metadata = backend.prepare(self.layout)
         return backend.forward(self.query, self.key, self.value, kv, metadata, window), kv
 
@@ -82,12 +92,11 @@ def paged_batch(heads: Heads, chunks: list[tuple[int, int]], seed: int = 0) -> P
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(heads.dtype)
 
-    shapes = (len(blocks), kv_heads, dim, block_size), (len(blocks), kv_heads, block_size, dim)
-    if heads.int8_cache:
-        scales = (torch.full((len(blocks), kv_heads, block_size), float("nan")) for _ in range(2))
-        kv = LayerKV(*(torch.full(shape, 127, dtype=torch.int8) for shape in shapes), *scales)
-    else:
-        kv = LayerKV(*(torch.full(shape, float("nan"), dtype=heads.dtype) for shape in shapes))
+    dtype = torch.int8 if heads.int8_cache else heads.dtype
+    numbers = torch.empty(1, len(blocks), kv_heads, kv_width(block_size, dim, dtype), dtype=dtype)
+    (kv,) = LayerKVs(KVLayout(), numbers, block_size)
+    for tensor in kv.tensors:
+        tensor.fill_(127 if tensor.dtype == torch.int8 else float("nan"))
     slots = []
     for table, (rows, length) in zip(tables.long(), chunks, strict=True):
         position = torch.arange(length)
@@ -97,8 +106,8 @@ def paged_batch(heads: Heads, chunks: list[tuple[int, int]], seed: int = 0) -> P
         if kv.key_scale is not None and kv.value_scale is not None:
             key, kv.key_scale[block[:done], :, offset[:done]] = quantized(key)
             value, kv.value_scale[block[:done], :, offset[:done]] = quantized(value)
-        kv.key[block[:done], :, :, offset[:done]] = key
-        kv.value[block[:done], :, offset[:done]] = value
+        kv.key[block[:done], :, offset[:done]] = key
+        kv.value[block[:done], :, offset[:done], 0] = value
         slots.append((block * block_size + offset)[done:])
 
     rows = [n for n, _ in chunks]

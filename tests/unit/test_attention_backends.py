@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from numba import njit
 from support.paged_batch import Heads, PagedBatch, paged_batch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from chairlift.config import ConfigError
-from chairlift.model.attention.base import AttentionBackend, LayerKV
+from chairlift.model.attention.base import AttentionBackend, KVLayout, LayerKV, LayerKVs, kv_width
 from chairlift.model.attention.cpu import CpuAttention, tiles_fit
 from chairlift.model.attention.reference import ReferenceAttention
 from chairlift.model.attention.select import select_backend
@@ -48,7 +49,7 @@ def assert_conforms(
     assert torch.isfinite(expected).all()
     torch.testing.assert_close(output, expected, atol=TOLERANCE[heads.dtype], rtol=TOLERANCE[heads.dtype])
     for tensor, other in zip(kv.tensors, expected_kv.tensors, strict=True):
-        assert torch.equal(bits(tensor), bits(other))
+        assert torch.equal(bits(tensor.reshape(other.shape)), bits(other))
 
 
 def contiguous(batch: PagedBatch, kv: LayerKV, sequence: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,8 +59,8 @@ def contiguous(batch: PagedBatch, kv: LayerKV, sequence: int) -> tuple[Tensor, T
     keys, values = [], []
     for position in range(length):
         block = int(batch.layout.block_tables[sequence, position // kv.block_size])
-        keys.append(kv.key[block, :, :, position % kv.block_size])
-        values.append(kv.value[block, :, position % kv.block_size])
+        keys.append(kv.key[block, :, position % kv.block_size])
+        values.append(kv.value[block, :, position % kv.block_size, 0])
     return batch.query[first:last].transpose(0, 1), torch.stack(keys, 1), torch.stack(values, 1)
 
 
@@ -82,6 +83,14 @@ def test_reference_takes_long_chunks_in_tiles(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("chairlift.model.attention.reference.MAX_SCORES", 6 * 200 * 3)
     tiled, _ = batch.run(Heads().backend(ReferenceAttention), 30)
     torch.testing.assert_close(tiled, whole)
+
+
+@pytest.mark.parametrize("int8_cache", [False, True])
+@pytest.mark.parametrize("head_dim", [32, 96])
+def test_one_key_value_head_of_odd_width(head_dim: int, int8_cache: bool) -> None:
+    """As a rank may have, and tiles that its keys do not fill."""
+    heads = Heads(5, 1, head_dim, dtype=torch.bfloat16, int8_cache=int8_cache)
+    assert_conforms(CpuAttention, heads, MIXED)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -143,18 +152,18 @@ def test_few_rows_of_long_contexts(
 
 
 def few_rows(heads: Heads, chunks: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """The same step in float32 vectors and by dot products, whose outputs stay float32."""
+    """The same step in float32 vectors and in tiles, whose outputs stay float32."""
     batch = paged_batch(heads, chunks)
-    vectors, dots = heads.backend(CpuAttention), heads.backend(CpuAttention)
-    assert isinstance(dots, CpuAttention)
-    dots.kind = kinds.BFloat16Tiles()
-    return batch.run(vectors)[0], batch.run(dots)[0]
+    vectors, in_tiles = heads.backend(CpuAttention), heads.backend(CpuAttention)
+    assert isinstance(in_tiles, CpuAttention)
+    in_tiles.kind = kinds.BFloat16Tiles()
+    return batch.run(vectors)[0], batch.run(in_tiles)[0]
 
 
 @pytest.mark.skipif(not tiles.available(), reason="this processor attends in vectors alone")
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("ratio", [1, 2, 3, 4])
-def test_int8_dot_products_have_sixteen_bits(ratio: int, rows: int) -> None:
+def test_int8_products_have_sixteen_bits(ratio: int, rows: int) -> None:
     """With eight, of queries or of weights, the difference would be some 0.004."""
     heads = Heads(num_heads=2 * ratio, num_kv_heads=2, int8_cache=True)
     expected, output = few_rows(heads, [(rows, 40), (rows, 300), (rows, 1100)])
@@ -204,7 +213,7 @@ def test_a_prompt_in_chunks_is_the_prompt_at_once() -> None:
     batch = paged_batch(heads, [(150, 150)])
     backend = heads.backend(CpuAttention)
     whole, whole_kv = batch.run(backend)
-    kv = LayerKV(batch.kv.key.clone(), batch.kv.value.clone())
+    kv = batch.kv_for(backend.kv_layout(heads.dtype))
     parts = []
     for first, last in ((0, 1), (1, 70), (70, 149), (149, 150)):
         layout = dataclasses.replace(
@@ -255,6 +264,77 @@ def test_tiles_attend_as_vectors_do(num_heads: int, window: int | None, int8: bo
     expected, _ = batch.run(in_vectors, window)
     torch.testing.assert_close(output, expected, atol=1.6e-2, rtol=1.6e-2)
     assert window == 1 or not torch.equal(output, expected)  # two ways indeed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("turns", [1, 2, 4])
+def test_every_number_of_a_cache_has_a_place_of_its_own(dtype: torch.dtype, by_token: bool, turns: int) -> None:
+    blocks, heads, block_size, dim = 3, 2, 8, 16
+    numbers = torch.zeros(2, blocks, heads, kv_width(block_size, dim, dtype), dtype=dtype)
+    caches = LayerKVs(KVLayout(by_token, turns), numbers, block_size)
+    for layer in caches:
+        assert layer.block_size == block_size
+        assert layer.key.shape == (blocks, heads, block_size, dim)
+        assert layer.value.shape == (blocks, heads, block_size // turns, turns, dim)
+        assert all(scale.shape == (blocks, heads, block_size) for scale in layer.tensors[2:])
+        assert len(layer.tensors) == (4 if dtype == torch.int8 else 2)
+    for tensor in (tensor for layer in caches for tensor in layer.tensors):
+        assert not tensor.any()  # what was written elsewhere is not here
+        tensor.copy_(torch.arange(tensor.numel()).remainder(100).add(1).view(tensor.shape))
+    for tensor in (tensor for layer in caches for tensor in layer.tensors):
+        assert torch.equal(tensor.reshape(-1).long(), torch.arange(tensor.numel()).remainder(100).add(1))
+
+
+@pytest.mark.parametrize("int8_cache", [False, True])
+def test_a_token_is_written_beside_others(int8_cache: bool) -> None:
+    """Threads write tokens of one word at once, so neither may touch the other's numbers."""
+    heads = Heads(dtype=torch.bfloat16, int8_cache=int8_cache)
+    batch = paged_batch(heads, [(1, 19)])
+    backend = heads.backend(CpuAttention)
+    before = batch.kv_for(backend.kv_layout(batch.kv.key.dtype))
+    _, after = batch.run(backend)
+    slot = int(batch.layout.slot_mapping[0])
+    for was, now in zip(before.tensors[:2], after.tensors[:2], strict=True):
+        rows, tokens = (t.flatten(2, -2).transpose(1, 2).flatten(0, 1) for t in (was, now))
+        changed = (bits(rows) != bits(tokens)).flatten(1).any(dim=1)
+        assert changed.nonzero().flatten().tolist() == [slot]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_cache_that_lies_otherwise_is_refused(dtype: torch.dtype) -> None:
+    heads = Heads(dtype=dtype)
+    batch, backend = paged_batch(heads, [(1, 20)]), heads.backend(CpuAttention)
+    wanted = backend.kv_layout(dtype)
+    for layout in (KVLayout(not wanted.keys_by_token, wanted.values_in_turns), KVLayout(wanted.keys_by_token, 4)):
+        with pytest.raises(ValueError, match="this backend reads blocks of 16"):
+            backend.forward(batch.query, batch.key, batch.value, batch.kv_for(layout), backend.prepare(batch.layout))
+    other = dataclasses.replace(heads, block_size=32).backend(CpuAttention)
+    with pytest.raises(ValueError, match="this backend reads blocks of 32"):
+        other.forward(batch.query, batch.key, batch.value, batch.kv_for(wanted), other.prepare(batch.layout))
+
+
+@pytest.mark.skipif(not tiles.available(), reason="this processor has no tiles")
+@pytest.mark.parametrize("chunks", [[(1, 20)], [(40, 40)], [(1, 20), (40, 40), (2, 30)]])
+def test_tiles_are_configured_as_before_afterwards(chunks: list[tuple[int, int]]) -> None:
+    """Other libraries of the process rely on it; items of few rows and of many have configurations of their own."""
+    configure, keep, own = tiles.configure, tiles.keep_configuration, tiles.full_tiles()
+    own[48:56] = 5
+
+    @njit
+    def take(config: Any) -> None:
+        configure(config)
+
+    @njit
+    def read(config: Any) -> None:
+        keep(config)
+
+    heads = Heads(dtype=torch.bfloat16)
+    batch, backend, after = paged_batch(heads, chunks), heads.backend(CpuAttention), tiles.full_tiles()
+    take(own)
+    batch.run(backend)
+    read(after)
+    assert after.tolist() == own.tolist()
 
 
 def test_blocks_shorter_than_a_tile_are_attended_to_in_vectors() -> None:

@@ -6,6 +6,7 @@ import torch
 
 from chairlift.execution.batch import build_batch
 from chairlift.execution.kv_store import KVStore, kv_bytes_per_token
+from chairlift.model.attention.base import KVLayout
 from chairlift.model.config import ModelConfig
 from chairlift.scheduling.plan import PromptTargets, RowCounts, SequenceChunk, StepPlan
 from chairlift.scheduling.sampling_params import SamplingParams
@@ -89,11 +90,11 @@ def test_kv_store() -> None:
         rope_theta=10000.0,
         max_position_embeddings=100,
     )
-    store = KVStore(config, num_blocks=5, block_size=4, dtype=torch.bfloat16, device=torch.device("cpu"))
+    store = KVStore(config, KVLayout(), num_blocks=5, block_size=4, dtype=torch.bfloat16, device=torch.device("cpu"))
     assert len(store.layers) == 3
     for kv in store.layers:
-        assert kv.key.shape == (5, 2, 8, 4)
-        assert kv.value.shape == (5, 2, 4, 8)
+        assert kv.key.shape == (5, 2, 4, 8)
+        assert kv.value.shape == (5, 2, 4, 1, 8)
         assert kv.key.dtype == kv.value.dtype == torch.bfloat16
         assert kv.block_size == 4
         assert not kv.key.any()

@@ -19,6 +19,7 @@ from chairlift.execution import local, start
 from chairlift.execution.kv_store import KVStore
 from chairlift.execution.local import LocalExecutor
 from chairlift.execution.setup import resolve_device, resolve_dtype
+from chairlift.model.attention.base import KVLayout
 from chairlift.model.config import read_config
 from chairlift.model.source import resolve
 from chairlift.scheduling.plan import RowCounts, SequenceChunk, StepPlan
@@ -87,7 +88,7 @@ def test_an_int8_cache(model: Path, backend: str) -> None:
 @pytest.mark.parametrize(("dtype", "parts"), [(torch.float32, 2), (torch.bfloat16, 2), (torch.int8, 4)])
 def test_blocks_are_copied_with_all_that_belongs_to_them(model: Path, dtype: torch.dtype, parts: int) -> None:
     config = read_config(resolve(str(model), None))
-    here, there = (KVStore(config, num_blocks=n, block_size=4, dtype=dtype, device=CPU) for n in (3, 2))
+    here, there = (KVStore(config, KVLayout(), num_blocks=n, block_size=4, dtype=dtype, device=CPU) for n in (3, 2))
     for layer in there.layers:
         assert len(layer.tensors) == parts
         for tensor in layer.tensors:

@@ -21,7 +21,7 @@ from support.random_model import SIZES, cpu_attention, load, one_thread, random_
 from chairlift.config import ConfigError
 from chairlift.execution.kv_store import KVStore
 from chairlift.execution.sampler import NonFiniteLogitsError, sample
-from chairlift.model.attention.base import BatchLayout, LayerKVs
+from chairlift.model.attention.base import BatchLayout, LayerKVs, kv_width
 from chairlift.model.attention.reference import ReferenceAttention
 from chairlift.model.fused import FusedCausalLM, unsupported
 from chairlift.model.kernels import kinds, products, tiles
@@ -251,9 +251,10 @@ LOGITS: dict[str, tuple[dict[int, float], int]] = {
 def test_the_best_token_of_each_row_is_what_sampling_finds(case: str, threads: int, tmp_path: Path) -> None:
     model, rows = load(saved(tmp_path)), 40  # more than a block
     shape = (model.config.num_layers, rows, model.config.num_kv_heads)
-    kv = LayerKVs(torch.zeros(*shape, model.config.head_dim, 16), torch.zeros(*shape, 16, model.config.head_dim))
     torch.set_num_threads(threads)
     attention = cpu_attention(model)
+    numbers = torch.zeros(*shape, kv_width(16, model.config.head_dim, torch.float32))
+    kv = LayerKVs(attention.kv_layout(numbers.dtype), numbers, 16)
     step = (torch.arange(rows), torch.zeros(rows, dtype=torch.int64), kv, attention)
     prepared, every = attention.prepare(one_token_each(rows)), torch.arange(rows)
     direction = model.norm(model(*step, prepared, every).hidden)[0].double()
@@ -459,7 +460,8 @@ def test_memory_begins_with_cache_lines(tmp_path: Path, quantization: str | None
     model = load(saved(tmp_path))
     attention = cpu_attention(model)
     config, fused = model.config, FusedCausalLM(model, attention, quantization)
-    kv = KVStore(config, num_blocks=3, block_size=16, dtype=torch.float32, device=torch.device("cpu"))
+    layout = attention.kv_layout(torch.float32)
+    kv = KVStore(config, layout, num_blocks=3, block_size=16, dtype=torch.float32, device=torch.device("cpu"))
     fused._head_of(np.arange(3), kept=True)
     scratch = attention.scratch(np.dtype(np.float32))
     arrays = [fused._weights.words, fused._packed_head.words, *fused._buffers, fused._logits, *scratch.tiles]
@@ -467,7 +469,7 @@ def test_memory_begins_with_cache_lines(tmp_path: Path, quantization: str | None
         fused._peaks,
         fused._tokens,
         *scratch.vectors,
-        *(tensor.view(-1).numpy() for tensor in (kv.layers.keys, kv.layers.values)),
+        kv.layers.numbers.view(-1).numpy(),
     ]
     assert {array.ctypes.data % 64 for array in arrays if len(array)} == {0}
 

@@ -16,7 +16,7 @@ from support.model_driver import generate
 from torch import Tensor
 
 from chairlift.config import ConfigError
-from chairlift.model.attention.base import BatchLayout, LayerKVs
+from chairlift.model.attention.base import BatchLayout, KVLayout, LayerKVs, kv_width
 from chairlift.model.attention.reference import ReferenceAttention
 from chairlift.model.config import ModelConfig
 from chairlift.model.fused import unsupported
@@ -103,7 +103,7 @@ def logits_of_prompt(model: CausalLM) -> Tensor:
         max_query_len=n,
         max_seq_len=n,
     )
-    kv = LayerKVs(torch.zeros(*shape, own.head_dim, BLOCK), torch.zeros(*shape, BLOCK, own.head_dim))
+    kv = LayerKVs(KVLayout(), torch.zeros(*shape, kv_width(BLOCK, own.head_dim, torch.float32)), BLOCK)
     rows = torch.arange(n)
     output = model(torch.tensor(PROMPT), rows, kv, attention, attention.prepare(layout), rows)
     return output.logits

@@ -13,21 +13,46 @@ from torch import Tensor
 M = TypeVar("M")
 
 
+SCALE = torch.float32
+"""What an int8 cache keeps for each token and head beside its numbers, of keys and of values."""
+
+
+def kv_width(block_size: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Numbers of this type that a block and a head take: keys, values, and the scales of either."""
+    return 2 * block_size * (head_dim + (SCALE.itemsize if dtype == torch.int8 else 0))
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """How the keys and the values of a block and a head lie in memory, which is up to the backend that reads them.
+
+    Attributes:
+        keys_by_token: a token's keys lie side by side; else all tokens' first numbers do, then all their second ones.
+        values_in_turns: values of so many tokens lie in turns, the first number of each, then the second of each.
+    """
+
+    keys_by_token: bool = False
+    values_in_turns: int = 1
+
+
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """Paged keys and values of one layer.
+    """Paged keys and values of one layer: views of memory that a :class:`KVLayout` describes.
 
-    Keys are stored with the tokens of a block side by side, so that a kernel can take the scores of a whole block in
-    vector registers; values with the head's width side by side, so that it can add a whole row::
+    Values have an axis for the place in a group of tokens whose values lie in turns::
 
-        key    [num_blocks, num_kv_heads, head_dim, block_size]
-        value  [num_blocks, num_kv_heads, block_size, head_dim]
+        key    [num_blocks, num_kv_heads, block_size, head_dim]
+        value  [num_blocks, num_kv_heads, block_size / values_in_turns, values_in_turns, head_dim]
 
     An int8 cache has beside them what a step of each token's and head's numbers is worth, float32::
 
         key_scale, value_scale  [num_blocks, num_kv_heads, block_size]
+
+    Made by :class:`LayerKVs`. ``numbers`` is all of that memory, [num_blocks, num_kv_heads, :func:`kv_width`].
     """
 
+    layout: KVLayout
+    numbers: Tensor
     key: Tensor
     value: Tensor
     key_scale: Tensor | None = None
@@ -36,7 +61,7 @@ class LayerKV:
     @property
     def block_size(self) -> int:
         """Tokens in a block."""
-        return self.value.shape[2]
+        return self.key.shape[2]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -47,19 +72,28 @@ class LayerKV:
 class LayerKVs(Sequence[LayerKV]):
     """The caches of all layers, of one piece: a kernel that runs a whole step has them all at hand.
 
+    What belongs to a block and a head lies side by side: first its keys, then its values, and for int8 the scales of
+    either. All are read at every step, and so are found by one look at the tables of the processor's pages.
+
     Args:
-        keys: [num_layers, num_blocks, num_kv_heads, head_dim, block_size].
-        values: [num_layers, num_blocks, num_kv_heads, block_size, head_dim].
-        key_scales, value_scales: [num_layers, num_blocks, num_kv_heads, block_size], if the cache is int8.
+        layout: how keys and values lie there.
+        numbers: [num_layers, num_blocks, num_kv_heads, :func:`kv_width`], contiguous.
+        block_size: tokens in a block.
     """
 
-    def __init__(
-        self, keys: Tensor, values: Tensor, key_scales: Tensor | None = None, value_scales: Tensor | None = None
-    ) -> None:
-        self.keys, self.values = keys, values
-        self.key_scales, self.value_scales = key_scales, value_scales
-        per_layer = [[None] * len(keys) if scales is None else list(scales) for scales in (key_scales, value_scales)]
-        self._layers = [LayerKV(*layer) for layer in zip(keys, values, *per_layer, strict=True)]
+    def __init__(self, layout: KVLayout, numbers: Tensor, block_size: int) -> None:
+        self.layout, self.numbers, self.block_size = layout, numbers, block_size
+        per_token = numbers.shape[-1] // (2 * block_size)
+        head_dim = per_token - (SCALE.itemsize if numbers.dtype == torch.int8 else 0)
+        heads, half = numbers.shape[:3], block_size * head_dim
+        keys, values, rest = numbers.tensor_split((half, 2 * half), dim=-1)
+        if layout.keys_by_token:
+            keys = keys.view(*heads, block_size, head_dim)
+        else:
+            keys = keys.view(*heads, head_dim, block_size).transpose(-1, -2)
+        values = values.view(*heads, -1, head_dim, layout.values_in_turns).transpose(-1, -2)
+        scales = rest.view(SCALE).view(*heads, 2, block_size).unbind(3) if numbers.dtype == torch.int8 else ()
+        self._layers = [LayerKV(layout, *layer) for layer in zip(numbers, keys, values, *scales, strict=True)]
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -113,6 +147,11 @@ class AttentionBackend(ABC, Generic[M]):
         self.block_size = block_size
         self.dtype = dtype
         self.scale = head_dim**-0.5
+
+    def kv_layout(self, cache_dtype: torch.dtype) -> KVLayout:
+        """How keys and values have to lie in a cache of this type."""
+        del cache_dtype
+        return KVLayout()
 
     @abstractmethod
     def prepare(self, layout: BatchLayout) -> M:

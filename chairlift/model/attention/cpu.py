@@ -10,9 +10,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from chairlift.model.attention.base import AttentionBackend, BatchLayout, LayerKV
+from chairlift.model.attention.base import AttentionBackend, BatchLayout, KVLayout, LayerKV, LayerKVs
 from chairlift.model.kernels import kinds, tiles
-from chairlift.model.kernels.attention_items import PADDED, Pages, Shape
+from chairlift.model.kernels.attention_items import PADDED, Shape
+from chairlift.model.kernels.memory import WORD_BYTES
 from chairlift.model.kernels.paged_attention import Scratches, make_scratch, paged_attention
 from chairlift.model.kernels.pool import ComputeThreads
 from chairlift.model.kernels.simd import LANES
@@ -57,8 +58,8 @@ class CpuMetadata:
 class CpuAttention(AttentionBackend[CpuMetadata]):
     """Paged attention over a float32, bfloat16 or int8 cache.
 
-    Where the processor has matrix tiles, a bfloat16 model attends in them, and for few rows by dot products of bfloat16
-    or int8; sums are float32. All else is float32.
+    Where the processor has matrix tiles, a bfloat16 model attends in them, few rows to an int8 cache by products of
+    int8; sums are float32. All else is float32.
 
     Attributes:
         kind: how it computes.
@@ -86,6 +87,25 @@ class CpuAttention(AttentionBackend[CpuMetadata]):
         self.threads = ComputeThreads(torch.get_num_threads())
         self.tile_rows = -(-self._tile_tokens * self._group // PADDED) * PADDED
 
+    def kv_layout(self, cache_dtype: torch.dtype) -> KVLayout:
+        """See :meth:`AttentionBackend.kv_layout`."""
+        if isinstance(self.kind, kinds.Float32):
+            return KVLayout()
+        return KVLayout(keys_by_token=True, values_in_turns=WORD_BYTES // cache_dtype.itemsize)
+
+    def pages(self, kv: LayerKV | LayerKVs) -> npt.NDArray[Any]:
+        """A cache as kernels take it, of one layer or of all.
+
+        Raises:
+            ValueError: it does not lie in memory as they read it.
+        """
+        wanted = self.kv_layout(kv.numbers.dtype)
+        if (kv.layout, kv.block_size) != (wanted, self.block_size):
+            raise ValueError(
+                f"this backend reads blocks of {self.block_size} and {wanted}, not {kv.block_size} and {kv.layout}"
+            )
+        return _flat(kv.numbers)
+
     def prepare(self, layout: BatchLayout) -> CpuMetadata:
         """See :meth:`AttentionBackend.prepare`."""
         return CpuMetadata(
@@ -111,11 +131,11 @@ class CpuAttention(AttentionBackend[CpuMetadata]):
         output = torch.empty(query.shape, dtype=query.dtype)
         partial = np.empty((plan.num_partials, self.tile_rows, self.head_dim + 2), np.float32)
         strides = (query.stride(0), key.stride(0), value.stride(0))
-        pages = pages_of(kv.key, kv.value, kv.key_scale, kv.value_scale)
+        pages = self.pages(kv)
         self.threads.run(
             paged_attention, _rows(query), _rows(key), _rows(value), strides, pages, metadata.slots,
             metadata.block_tables, plan.items, plan.bounds, plan.merges, np.float32(self.scale * LOG2_E), shape,
-            partial, self.scratch(pages.keys.dtype), _flat(output), np.zeros(COUNTER, np.int64), tiles.full_tiles(),
+            partial, self.scratch(pages.dtype), _flat(output), np.zeros(COUNTER, np.int64), tiles.full_tiles(),
         )  # fmt: skip
         return output
 
@@ -147,12 +167,6 @@ def bits_of(tensor: Tensor) -> npt.NDArray[Any]:
     """A tensor's memory as kernels take it: bfloat16 as its bits, in int16."""
     bits: npt.NDArray[Any] = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
     return bits
-
-
-def pages_of(keys: Tensor, values: Tensor, key_scales: Tensor | None, value_scales: Tensor | None) -> Pages:
-    """A cache as kernels take it."""
-    scales = [np.empty(0, np.float32) if s is None else s.view(-1).numpy() for s in (key_scales, value_scales)]
-    return Pages(_flat(keys), _flat(values), *scales)
 
 
 def _flat(tensor: Tensor) -> npt.NDArray[Any]:

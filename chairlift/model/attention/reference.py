@@ -61,11 +61,11 @@ class ReferenceAttention(AttentionBackend[ReferenceMetadata]):
     ) -> Tensor:
         """See :meth:`AttentionBackend.forward`."""
         self._write(key, value, kv, metadata)
-        output = torch.empty_like(query)
+        output, all_values = torch.empty_like(query), kv.value.flatten(2, 3)
         for rows in metadata.sequences:
             # Cut at the sequence's end before any arithmetic: what lies behind it in its last block is not defined.
-            keys = _read(kv.key.transpose(2, 3), kv.key_scale, rows)
-            values = _read(kv.value, kv.value_scale, rows)
+            keys = _read(kv.key, kv.key_scale, rows)
+            values = _read(all_values, kv.value_scale, rows)
             tile = max(1, MAX_SCORES // (self.num_heads * rows.seq_len))
             for first in range(rows.first, rows.last, tile):
                 last = min(first + tile, rows.last)
@@ -78,8 +78,9 @@ class ReferenceAttention(AttentionBackend[ReferenceMetadata]):
         if kv.key_scale is not None and kv.value_scale is not None:
             key, kv.key_scale[block, :, offset] = quantized(key)
             value, kv.value_scale[block, :, offset] = quantized(value)
-        kv.key[block, :, :, offset] = key
-        kv.value[block, :, offset] = value
+        kv.key[block, :, offset] = key
+        turns = kv.value.shape[3]
+        kv.value[block, :, offset // turns, offset % turns] = value
 
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor, position: int, window: int | None) -> Tensor:
         """Attends from rows at ``position`` and on: query [t, heads, dim]; keys, values [kv_heads, s, dim] float32."""

@@ -9,26 +9,27 @@ cache. Where a tile's tokens are cut into several items, the partial results are
 Scores are kept in units of log2, so that 2^x serves as the exponential.
 """
 
+# ruff: noqa: ARG001 -- the variants of an operation take the same arguments, whichever they need.
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba.extending import overload
 
-from chairlift.model.kernels.compiling import compiled
-from chairlift.model.kernels.memory import CACHE_LINE, part, pointer
+from chairlift.model.kernels.compiling import COMPILED_ONLY, compiled
+from chairlift.model.kernels.kinds import in_tiles
+from chairlift.model.kernels.memory import CACHE_LINE, WORD_BYTES, as_floats, pointer
 from chairlift.model.kernels.rows import int8_scale
 from chairlift.model.kernels.simd import (
     LANES,
-    exp2,
     fma,
-    keep_between,
-    largest,
     load,
-    maximum,
     prefetch,
     splat,
     store,
+    store_in_turns,
     total,
 )
 
@@ -48,7 +49,7 @@ MERGE_PARTIAL, MERGE_COUNT, MERGE_ROW, MERGE_NUM_ROWS, MERGE_KV_HEAD = range(5)
 class Shape(NamedTuple):
     """Sizes that the kernel needs.
 
-    ``kind`` says how to attend: in vectors of float32, or in tiles and by dot products of bfloat16. ``block_shift``
+    ``kind`` says how to attend: in vectors of float32, or in tiles of bfloat16 and int8. ``block_shift``
     is the binary logarithm of the block's size: a division for every token would take longer than its products.
     ``window`` is 0 for none; ``tile`` is the row capacity of a work item.
     """
@@ -62,115 +63,73 @@ class Shape(NamedTuple):
     tile: int
 
 
-class Pages(NamedTuple):
-    """Paged keys and values, flat, of one layer or of all, end to end.
+class LayerPages(NamedTuple):
+    """Pointers to one layer's pages.
 
-    For int8 there is a float32 scale for each token and head beside them, [blocks, key/value heads, block size]; else
-    the scales are empty.
+    They are as :class:`~chairlift.model.attention.base.LayerKVs` says, and :func:`lies_in_tiles`. What belongs to a
+    block and a head takes ``width`` numbers of ``itemsize`` bytes; the scales of int8, which alone is ``scaled``, are
+    float32. So the keys and the values of the ``head_of_block`` each begin ``width`` times its number behind the
+    pointers, and its scales at :func:`scales_of`.
     """
 
     keys: Any
     values: Any
     key_scales: Any
     value_scales: Any
-
-
-class LayerPages(NamedTuple):
-    """Pointers to one layer's pages, whether there are scales, and the bytes of a number."""
-
-    keys: Any
-    values: Any
-    key_scales: Any
-    value_scales: Any
+    width: int
     scaled: bool
     itemsize: int
 
 
-class Scratch(NamedTuple):
-    """Working memory of all threads, or pointers to that of one; float32 but where its kind has bfloat16.
-
-    ``query`` and ``output`` hold a tile's rows, ``maxima`` and ``sums`` its softmax state (the sums in 16 lanes).
-    ``scores`` and ``weights`` are those of a segment, which may share their place; ``keys`` and ``values`` a segment's,
-    where they are not read as they lie; ``key_scales`` and ``value_scales`` its scales.
-    """
-
-    query: Any
-    output: Any
-    maxima: Any
-    sums: Any
-    scores: Any
-    weights: Any
-    keys: Any
-    values: Any
-    key_scales: Any
-    value_scales: Any
-
-
 @compiled
-def pages_of_layer(pages: Any, layer: int, num_layers: int) -> Any:
-    """One layer's part of the pages of so many."""
-    size, scales = len(pages.keys) // num_layers, len(pages.key_scales) // num_layers
+def pages_of_layer(pages: Any, layer: int, num_layers: int, shape: Any) -> Any:
+    """One layer's part of the pages of so many, which lie end to end."""
+    first, half, scaled = len(pages) // num_layers * layer, shape.head_dim << shape.block_shift, pages.itemsize == 1
+    scales = as_floats(pointer(pages, first + 2 * half))
     return LayerPages(
-        pointer(pages.keys, layer * size),
-        pointer(pages.values, layer * size),
-        pointer(pages.key_scales, layer * scales),
-        pointer(pages.value_scales, layer * scales),
-        scales > 0,
-        pages.keys.itemsize,
+        pointer(pages, first),
+        pointer(pages, first + half),
+        scales,
+        pointer(scales, 1 << shape.block_shift),
+        2 * half + (2 * WORD_BYTES << shape.block_shift if scaled else 0),
+        scaled,
+        pages.itemsize,
     )
 
 
 @compiled
-def own_scratch(scratch: Any, thread: int, threads: int) -> Any:
-    """A thread's working memory."""
-    return Scratch(
-        part(scratch.query, thread, threads),
-        part(scratch.output, thread, threads),
-        part(scratch.maxima, thread, threads),
-        part(scratch.sums, thread, threads),
-        part(scratch.scores, thread, threads),
-        part(scratch.weights, thread, threads),
-        part(scratch.keys, thread, threads),
-        part(scratch.values, thread, threads),
-        part(scratch.key_scales, thread, threads),
-        part(scratch.value_scales, thread, threads),
-    )
+def head_of_block(table: Any, token: int, head: int, shape: Any) -> Any:
+    """The number of a token's block and a head."""
+    return np.int64(table[token >> shape.block_shift]) * shape.num_kv_heads + head
 
 
 @compiled
-def soften(scratch: Any, row: int, s: int, size: int, low: int, high: int, scaled: bool) -> Any:
-    """Turns a row's scores, from ``s`` on, into weights relative to its running maximum, which stand at the same place.
+def place_of(pages: Any, table: Any, token: int, head: int, shape: Any) -> Any:
+    """Where the numbers of a token begin, in rows of as many as a head has: values, and keys if tiles take them."""
+    offset = token & ((1 << shape.block_shift) - 1)
+    return head_of_block(table, token, head, shape) * pages.width + offset * shape.head_dim
 
-    Tokens outside [low, high) weigh nothing. Where keys and values are ``scaled``, scores take the keys' scales first,
-    and weights the values' in the end. Returns what the row's output has to be multiplied with, in all lanes.
-    """
-    scores, maxima, sums = scratch.scores, scratch.maxima, scratch.sums
-    old = maxima[row]
-    peak, zero = splat(old), splat(np.float32(0))
-    for i in range(0, size, LANES):
-        lanes = load(scores, s + i)
-        if scaled:
-            lanes = fma(lanes, load(scratch.key_scales, i), zero)
-            store(scores, s + i, lanes)
-        if low > i or high < i + LANES:
-            lanes = keep_between(lanes, low - i, high - i)
-            store(scores, s + i, lanes)
-        peak = maximum(lanes, peak)
-    new = largest(peak)
-    maxima[row] = new
-    # A row that has seen nothing yet has no maximum to subtract.
-    base = np.float32(0) if new == -np.inf else new
-    one, minus = splat(np.float32(1)), splat(-base)
-    factor = exp2(fma(splat(old), one, minus))
-    running = fma(load(sums, row * LANES), factor, zero)
-    for i in range(0, size, LANES):
-        weights = exp2(fma(load(scores, s + i), one, minus))
-        running = fma(weights, one, running)
-        if scaled:
-            weights = fma(weights, load(scratch.value_scales, i), zero)
-        store(scratch.weights, s + i, weights)
-    store(sums, row * LANES, running)
-    return factor
+
+@compiled
+def scales_of(place: int, pages: Any) -> Any:
+    """Where the scales begin of a :func:`head_of_block`."""
+    return place * (pages.width // WORD_BYTES)
+
+
+def lies_in_tiles(kind: Any) -> bool:  # pragma: no cover
+    """Whether the cache lies as tiles take it: a token's keys side by side, and values of as many tokens as make a word
+    of four bytes in turns. Else the tokens' keys lie side by side, and a token's values."""
+    raise TypeError(COMPILED_ONLY)
+
+
+@overload(lies_in_tiles)
+def _lies_in_tiles(kind):  # type: ignore[no-untyped-def]
+    answer = in_tiles(kind)
+
+    def lies(kind):  # type: ignore[no-untyped-def]
+        return answer
+
+    return lies
 
 
 @compiled
@@ -181,8 +140,7 @@ def gather_scales(pages: Any, table: Any, head: int, first: int, last: int, shap
         scratch.value_scales[token] = 0
     shift = shape.block_shift
     for token in range(first, last):
-        block = np.int64(table[token >> shift]) * shape.num_kv_heads + head
-        place = (block << shift) + (token & ((1 << shift) - 1))
+        place = scales_of(head_of_block(table, token, head, shape), pages) + (token & ((1 << shift) - 1))
         scratch.key_scales[token - first] = pages.key_scales[place]
         scratch.value_scales[token - first] = pages.value_scales[place]
 
@@ -191,8 +149,8 @@ def gather_scales(pages: Any, table: Any, head: int, first: int, last: int, shap
 def fetch(pages: Any, table: Any, head: int, first: int, last: int, shape: Any) -> None:
     """Asks for the blocks of tokens [first, last), which lie too far apart for the processor to foresee."""
     size = shape.head_dim << shape.block_shift
-    for i in range(first >> shape.block_shift, ((last - 1) >> shape.block_shift) + 1):
-        block = (np.int64(table[i]) * shape.num_kv_heads + head) * size
+    for token in range(first >> shape.block_shift << shape.block_shift, last, 1 << shape.block_shift):
+        block = head_of_block(table, token, head, shape) * pages.width
         for offset in range(0, size, CACHE_LINE // pages.itemsize):
             prefetch(pages.keys, block + offset)
             prefetch(pages.values, block + offset)
@@ -262,26 +220,51 @@ def merge_partials(merge: Any, partial: Any, output: Any, shape: Any) -> None:
             store(output, target + d, lanes)
 
 
-@compiled
-def write_token(key: Any, k: int, value: Any, v: int, slot: int, pages: Any, shape: Any, rounded: Any) -> None:
-    """Puts one token's keys and values, which begin at ``key[k]`` and ``value[v]``, into their slot.
+def _write_head(
+    kind: Any, key: Any, k: Any, key_factor: Any, value: Any, v: Any, value_factor: Any, pages: Any, target: Any,
+    offset: Any, shape: Any, rounded: Any,
+) -> None:  # fmt: skip  # pragma: no cover
+    """Puts a head's keys and values into the block that begins at ``target``."""
+    raise TypeError(COMPILED_ONLY)
 
-    ``rounded`` has room for a head of keys, which lie as far apart in the cache as a block is long.
-    """
-    dim, block_size = shape.head_dim, 1 << shape.block_shift
-    block, offset = slot >> shape.block_shift, slot & (block_size - 1)
-    zero, key_factor, value_factor = splat(np.float32(0)), splat(np.float32(1)), splat(np.float32(1))
-    for head in range(shape.num_kv_heads):
-        place = block * shape.num_kv_heads + head
-        if pages.scaled:
-            key_scale, value_scale = int8_scale(key, k, dim), int8_scale(value, v, dim)
-            pages.key_scales[place * block_size + offset] = key_scale
-            pages.value_scales[place * block_size + offset] = value_scale
-            key_factor, value_factor = splat(np.float32(1) / key_scale), splat(np.float32(1) / value_scale)
-        target = place * dim * block_size
+
+@overload(_write_head)
+def _write_head_by_kind(kind, key, k, key_factor, value, v, value_factor, pages, target, offset, shape, rounded):  # type: ignore[no-untyped-def]
+    def as_tiles_take_it(kind, key, k, key_factor, value, v, value_factor, pages, target, offset, shape, rounded):  # type: ignore[no-untyped-def]
+        dim, turns, zero = shape.head_dim, WORD_BYTES // pages.itemsize, splat(np.float32(0))
+        for d in range(0, dim, LANES):
+            store(pages.keys, target + offset * dim + d, fma(load(key, k + d), key_factor, zero))
+            words = target + (offset // turns * dim + d) * turns
+            store_in_turns(pages.values, words, offset % turns, fma(load(value, v + d), value_factor, zero))
+
+    def as_vectors_take_it(kind, key, k, key_factor, value, v, value_factor, pages, target, offset, shape, rounded):  # type: ignore[no-untyped-def]
+        dim, zero = shape.head_dim, splat(np.float32(0))
         for d in range(0, dim, LANES):
             store(rounded, d, fma(load(key, k + d), key_factor, zero))
             store(pages.values, target + offset * dim + d, fma(load(value, v + d), value_factor, zero))
         for d in range(dim):
-            pages.keys[target + d * block_size + offset] = rounded[d]
+            pages.keys[target + (d << shape.block_shift) + offset] = rounded[d]
+
+    return as_tiles_take_it if in_tiles(kind) else as_vectors_take_it
+
+
+@compiled
+def write_token(key: Any, k: int, value: Any, v: int, slot: int, pages: Any, shape: Any, rounded: Any) -> None:
+    """Puts one token's keys and values, which begin at ``key[k]`` and ``value[v]``, into their slot.
+
+    ``rounded`` has room for a head of keys, for where they lie as far apart in the cache as a block is long.
+    """
+    dim, block_size = shape.head_dim, 1 << shape.block_shift
+    block, offset = slot >> shape.block_shift, slot & (block_size - 1)
+    key_factor, value_factor = splat(np.float32(1)), splat(np.float32(1))
+    for head in range(shape.num_kv_heads):
+        place = block * shape.num_kv_heads + head
+        if pages.scaled:
+            key_scale, value_scale = int8_scale(key, k, dim), int8_scale(value, v, dim)
+            pages.key_scales[scales_of(place, pages) + offset] = key_scale
+            pages.value_scales[scales_of(place, pages) + offset] = value_scale
+            key_factor, value_factor = splat(np.float32(1) / key_scale), splat(np.float32(1) / value_scale)
+        _write_head(
+            shape.kind, key, k, key_factor, value, v, value_factor, pages, place * pages.width, offset, shape, rounded
+        )  # fmt: skip
         k, v = k + dim, v + dim

@@ -24,6 +24,7 @@ from chairlift.model.kernels import tiles
 from chairlift.model.kernels.attention_items import (
     ITEM,
     Shape,
+    lies_in_tiles,
     merge_partials,
     pages_of_layer,
     write_token,
@@ -31,8 +32,8 @@ from chairlift.model.kernels.attention_items import (
 from chairlift.model.kernels.by_kind import Packed, begin, block_product, end, quantize_rows, row_product, words_of
 from chairlift.model.kernels.compiling import compiled, kernel
 from chairlift.model.kernels.head import score
-from chairlift.model.kernels.memory import as_words, part, pointer
-from chairlift.model.kernels.paged_attention import own_scratches, run_item
+from chairlift.model.kernels.memory import WORD_BYTES, as_words, part, pointer
+from chairlift.model.kernels.paged_attention import end_items, own_scratches, run_item
 from chairlift.model.kernels.pieces import WORDS, claim_ahead, meet_fetching, piece_of, take
 from chairlift.model.kernels.products import BLOCK_COLUMNS, BLOCK_ROWS
 from chairlift.model.kernels.rows import embed, gated, normalize, rotate, write_row
@@ -231,17 +232,21 @@ def _rotate(row, layer, sizes, eps, qkv, bias, q_norm, k_norm, position, cos, si
 
 
 @compiled
-def _expect(slot, sizes, keys, values):
-    """Asks for the memory of a slot that is written soon: the keys of one token lie as far apart as a block is long."""
-    dim, block_size = sizes.head_dim, 1 << sizes.block_shift
-    first = (slot >> sizes.block_shift) * sizes.num_kv_heads * dim * block_size
-    slot &= block_size - 1
-    for head in range(sizes.num_kv_heads):
-        target = first + head * dim * block_size
-        for d in range(dim):
-            prefetch(keys, target + d * block_size + slot)
-        for d in range(0, dim, LANES):
-            prefetch(values, target + slot * dim + d)
+def _expect(slot, shape, pages):
+    """Asks for the memory of a slot that is written soon."""
+    dim, block, offset = shape.head_dim, slot >> shape.block_shift, slot & ((1 << shape.block_shift) - 1)
+    for head in range(shape.num_kv_heads):
+        target = (block * shape.num_kv_heads + head) * pages.width
+        if lies_in_tiles(shape.kind):
+            turns = WORD_BYTES // pages.itemsize
+            for d in range(0, dim, LANES):
+                prefetch(pages.keys, target + offset * dim + d)
+                prefetch(pages.values, target + (offset // turns * dim + d) * turns)
+        else:
+            for d in range(dim):
+                prefetch(pages.keys, target + (d << shape.block_shift) + offset)
+            for d in range(0, dim, LANES):
+                prefetch(pages.values, target + offset * dim + d)
 
 
 @compiled
@@ -256,12 +261,13 @@ def _place_rows(
     first, last, layer, sizes, eps, qkv, bias, q_norm, k_norm, positions, cos, sin, slots, cache, rounded
 ):  # fmt: skip
     """Rotates a thread's rows, and puts their keys and values in their places."""
-    pages, shape = pages_of_layer(cache, layer, sizes.num_layers), _shape_of(sizes, 0)
+    shape = _shape_of(sizes, 0)
+    pages = pages_of_layer(cache, layer, sizes.num_layers, shape)
     if first < last:
-        _expect(slots[first], sizes, pages.keys, pages.values)
+        _expect(slots[first], shape, pages)
     for row in range(first, last):
         if row + 1 < last:
-            _expect(slots[row + 1], sizes, pages.keys, pages.values)
+            _expect(slots[row + 1], shape, pages)
         _rotate(row, layer, sizes, eps, qkv, bias, q_norm, k_norm, positions[row], cos, sin)
         key = row * sizes.qkv + sizes.num_heads * sizes.head_dim
         value = key + sizes.num_kv_heads * sizes.head_dim
@@ -271,7 +277,8 @@ def _place_rows(
 @compiled
 def _attend(layer, sizes, scale, qkv, step, cache, attended, scratch, counters, stage, meetings):
     """The attention of one layer."""
-    pages, shape = pages_of_layer(cache, layer, sizes.num_layers), _shape_of(sizes, step.windows[layer])
+    shape = _shape_of(sizes, step.windows[layer])
+    pages = pages_of_layer(cache, layer, sizes.num_layers, shape)
     plan = step.plans[layer]
     first, last = step.item_bounds[plan], step.item_bounds[plan + 1]
     items, tables, partial = step.items, step.tables, step.partial
@@ -284,6 +291,7 @@ def _attend(layer, sizes, scale, qkv, step, cache, attended, scratch, counters, 
             tables, shape, partial, attended, scratch,
         )  # fmt: skip
         i = following
+    end_items(shape.kind, scratch)
     if step.merge_bounds[plan + 1] > step.merge_bounds[plan]:
         meetings = meet(counters, sizes.threads, meetings)
         i = step.merge_bounds[plan] + claim(counters, stage + MERGES - ATTENTION)

@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from chairlift.model.kernels.compiling import compiled
 
 CACHE_LINE = 64
+WORD_BYTES = 4
 
 
 def aligned(size: int, dtype: npt.DTypeLike, *, zeros: bool = False) -> npt.NDArray[Any]:
@@ -56,6 +57,19 @@ def data_of(context: Any, builder: Any, kind: Any, memory: Any) -> Any:
     return memory if isinstance(kind, types.CPointer) else context.make_array(kind)(context, builder, memory).data
 
 
+def bytes_of(context: Any, builder: Any, kind: Any, memory: Any, index: Any) -> Any:
+    """For intrinsics: where ``memory[index]`` is, as a pointer to bytes."""
+    return builder.bitcast(builder.gep(data_of(context, builder, kind, memory), [index]), ir.IntType(8).as_pointer())
+
+
+def ask_for(builder: Any, place: Any, level: int) -> None:
+    """For intrinsics: prefetches a line into all caches (level 3) or into the second and those behind it (level 2)."""
+    number = ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [place.type, number, number, number])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")  # type: ignore[no-untyped-call]
+    builder.call(function, [place, number(0), number(level), number(1)])  # to read, of data
+
+
 @operation
 def pointer(typing_context: Any, memory: Any, index: Any) -> tuple[Any, Callable[..., Any]]:
     """Where ``memory[index]`` is: of an array as if it were flat, or of a pointer."""
@@ -74,6 +88,32 @@ def as_words(typing_context: Any, memory: Any) -> tuple[Any, Callable[..., Any]]
         return builder.bitcast(data_of(context, builder, memory, arguments[0]), ir.IntType(32).as_pointer())
 
     return types.CPointer(types.int32)(memory), generate  # type: ignore[no-untyped-call]
+
+
+@operation
+def as_floats(typing_context: Any, memory: Any) -> tuple[Any, Callable[..., Any]]:
+    """The same memory as float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(data_of(context, builder, memory, arguments[0]), ir.FloatType().as_pointer())
+
+    return types.CPointer(types.float32)(memory), generate  # type: ignore[no-untyped-call]
+
+
+@operation
+def own_parts(typing_context: Any, memories: Any, thread: Any, threads: Any) -> tuple[Any, Callable[..., Any]]:
+    """A thread's part of each array of a named tuple: a tuple of the same name, of pointers."""
+    result = types.NamedTuple([types.CPointer(t.dtype) for t in memories.types], memories.instance_class)  # type: ignore[no-untyped-call]
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointers = []
+        for i, kind in enumerate(memories.types):
+            array = context.make_array(kind)(context, builder, builder.extract_value(arguments[0], i))
+            size = builder.sdiv(array.nitems, arguments[2])
+            pointers.append(builder.gep(array.data, [builder.mul(size, arguments[1])]))
+        return context.make_tuple(builder, result, pointers)
+
+    return result(memories, types.intp, types.intp), generate
 
 
 @compiled

@@ -17,6 +17,7 @@ from chairlift.model.kernels.attention_items import (
     KV_HEAD,
     LAST,
     NUM_ROWS,
+    PADDED,
     PARTIAL,
     SEGMENT,
     SEQUENCE,
@@ -26,48 +27,73 @@ from chairlift.model.kernels.attention_items import (
     finish_item,
     keep_partial,
     merge_partials,
-    own_scratch,
     pages_of_layer,
     start_item,
     write_token,
 )
 from chairlift.model.kernels.by_kind import begin, end
+from chairlift.model.kernels.cache_tiles import configurations
 from chairlift.model.kernels.compiling import COMPILED_ONLY, compiled, kernel
-from chairlift.model.kernels.dot_attention import FEW_ROWS, attend_in_dots, dot_scratch, own_dot_scratch
-from chairlift.model.kernels.dots import CHUNK, WIDEST
+from chairlift.model.kernels.few_row_attention import (
+    FEW_ROWS,
+    attend_with_few_rows,
+    few_row_scratch,
+)
 from chairlift.model.kernels.kinds import in_tiles
-from chairlift.model.kernels.memory import for_threads, part, pointer
+from chairlift.model.kernels.memory import aligned, for_threads, own_parts, part, pointer
 from chairlift.model.kernels.threads import meet
 from chairlift.model.kernels.tile_attention import attend_in_tiles, tile_scratch
 from chairlift.model.kernels.vector_attention import attend_in_vectors, vector_scratch
 
 
 class Scratches(NamedTuple):
-    """Working memory for each way to attend, and room for a head's keys in the cache's type."""
+    """Working memory for each way to attend, and room for a head's keys in the cache's type.
+
+    ``configurations`` of tiles are that for all products, and those for four query rows, for eight and so on; which
+    of them a thread's tiles have is ``configured``.
+    """
 
     vectors: Any
     tiles: Any
-    dots: Any
+    few_rows: Any
     rounded: Any
+    configurations: Any
+    configured: Any
 
 
 def make_scratch(shape: Shape, threads: int, cache_dtype: npt.DTypeLike) -> Scratches:
     """Working memory for so many threads, and a cache of this type."""
     sizes = threads, shape.tile, shape.head_dim
     rounded = for_threads(threads, shape.head_dim, cache_dtype)
-    dots = dot_scratch(threads, shape.head_dim, cache_dtype)
-    return Scratches(vector_scratch(*sizes, cache_dtype), tile_scratch(*sizes), dots, rounded)
+    few_rows = few_row_scratch(threads, shape.head_dim, cache_dtype)
+    configs = aligned((1 + FEW_ROWS // PADDED) * tiles.CONFIG_BYTES, np.uint8)
+    configs[: tiles.CONFIG_BYTES] = tiles.full_tiles()
+    configs[tiles.CONFIG_BYTES :] = configurations(FEW_ROWS, np.dtype(cache_dtype).itemsize)
+    configured = for_threads(threads, 1, np.int64)
+    return Scratches(vector_scratch(*sizes, cache_dtype), tile_scratch(*sizes), few_rows, rounded, configs, configured)
 
 
 @compiled
 def own_scratches(scratch: Any, thread: int, threads: int) -> Any:
-    """A thread's working memory."""
+    """A thread's working memory. Its tiles are configured for all products."""
+    configured = part(scratch.configured, thread, threads)
+    configured[0] = 0
     return Scratches(
-        own_scratch(scratch.vectors, thread, threads),
-        own_scratch(scratch.tiles, thread, threads),
-        own_dot_scratch(scratch.dots, thread, threads),
+        own_parts(scratch.vectors, thread, threads),
+        own_parts(scratch.tiles, thread, threads),
+        own_parts(scratch.few_rows, thread, threads),
         part(scratch.rounded, thread, threads),
+        pointer(scratch.configurations, 0),
+        configured,
     )
+
+
+@compiled
+def _configure(scratch: Any, number: int) -> None:
+    """Takes a configuration of tiles, which is slow, if it is another than before."""
+    if scratch.configured[0] != number:
+        tiles.configure(pointer(scratch.configurations, number * tiles.CONFIG_BYTES))
+        scratch.configured[0] = number
 
 
 @compiled
@@ -101,12 +127,12 @@ def _run_in_vectors(item, following, query, stride, scale, pages, tables, shape,
 
 @compiled
 def _run_in_tiles(item, following, query, stride, scale, pages, tables, shape, partial, output, scratch):  # type: ignore[no-untyped-def]
-    if item[NUM_ROWS] * (shape.num_heads // shape.num_kv_heads) <= FEW_ROWS:
-        if shape.head_dim % CHUNK == 0 and shape.head_dim <= WIDEST:
-            _run_in_dots(item, following, query, stride, scale, pages, tables, shape, partial, output, scratch)
-        else:
-            _run_in_vectors(item, following, query, stride, scale, pages, tables, shape, partial, output, scratch)
+    num_rows = item[NUM_ROWS] * (shape.num_heads // shape.num_kv_heads)
+    if num_rows <= FEW_ROWS:
+        _configure(scratch, -(-num_rows // PADDED))
+        _run_few_rows(item, following, query, stride, scale, pages, tables, shape, partial, output, scratch.few_rows)
         return
+    _configure(scratch, 0)
     _fetch_first(following, pages, tables, shape)
     start_item(item, query, stride, scale, shape, scratch.tiles)
     attend_in_tiles(item, pages, _table(tables, item), shape, scratch.tiles)
@@ -114,10 +140,10 @@ def _run_in_tiles(item, following, query, stride, scale, pages, tables, shape, p
 
 
 @compiled
-def _run_in_dots(item, following, query, stride, scale, pages, tables, shape, partial, output, scratch):  # type: ignore[no-untyped-def]
-    start_item(item, query, stride, scale, shape, scratch.dots)
-    attend_in_dots(item, pages, _table(tables, item), following, _table(tables, following), shape, scratch.dots)
-    _end_item(item, partial, output, shape, scratch.dots)
+def _run_few_rows(item, following, query, stride, scale, pages, tables, shape, partial, output, scratch):  # type: ignore[no-untyped-def]
+    start_item(item, query, stride, scale, shape, scratch)
+    attend_with_few_rows(item, pages, _table(tables, item), following, _table(tables, following), shape, scratch)
+    _end_item(item, partial, output, shape, scratch)
 
 
 def _run(
@@ -137,6 +163,10 @@ def _run_by_kind(kind, item, following, query, stride, scale, pages, tables, sha
     return run
 
 
+def _end_items(kind: Any, scratch: Any) -> None:  # pragma: no cover
+    raise TypeError(COMPILED_ONLY)
+
+
 @compiled
 def run_item(item, following, query, stride, scale, pages, tables, shape, partial, output, scratch):  # type: ignore[no-untyped-def]
     """Attends for one item, whose query rows are ``stride`` numbers apart.
@@ -144,6 +174,23 @@ def run_item(item, following, query, stride, scale, pages, tables, shape, partia
     It asks for the first tokens of the one that is run next, which may be this one again.
     """
     _run(shape.kind, item, following, query, stride, scale, pages, tables, shape, partial, output, scratch)
+
+
+@overload(_end_items)
+def _end_items_by_kind(kind, scratch):  # type: ignore[no-untyped-def]
+    def configure(kind, scratch):  # type: ignore[no-untyped-def]
+        _configure(scratch, 0)
+
+    def nothing(kind, scratch):  # type: ignore[no-untyped-def]
+        pass
+
+    return configure if in_tiles(kind) else nothing
+
+
+@compiled
+def end_items(kind: Any, scratch: Any) -> None:
+    """Has a thread's tiles configured for all products again."""
+    _end_items(kind, scratch)
 
 
 @kernel
@@ -174,7 +221,7 @@ def paged_attention(  # type: ignore[no-untyped-def]
     count = len(item_bounds) - 1
     kept = np.empty(tiles.CONFIG_BYTES, np.uint8)
     begin(shape.kind, config, kept)
-    layer, own = pages_of_layer(pages, 0, 1), own_scratches(scratch, thread, count)
+    layer, own = pages_of_layer(pages, 0, 1, shape), own_scratches(scratch, thread, count)
     for row in range(len(slots) * thread // count, len(slots) * (thread + 1) // count):
         write_token(key, row * strides[1], value, row * strides[2], slots[row], layer, shape, own.rounded)
     meetings = meet(counters, count, 0)
@@ -184,6 +231,7 @@ def paged_attention(  # type: ignore[no-untyped-def]
             pointer(items, i * ITEM), pointer(items, following * ITEM), query, strides[0], scale, layer, tables,
             shape, partial, output, own,
         )  # fmt: skip
+    end_items(shape.kind, own)
     if len(merges):
         meet(counters, count, meetings)
         for i in range(thread, len(merges), count):

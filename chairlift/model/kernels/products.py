@@ -27,13 +27,12 @@ from numba.extending import intrinsic
 
 from chairlift.model.kernels import tiles
 from chairlift.model.kernels.compiling import compiled
-from chairlift.model.kernels.memory import data_of
+from chairlift.model.kernels.memory import WORD_BYTES, ask_for, bytes_of, data_of
 from chairlift.model.kernels.simd import LANES
 
 BLOCK_ROWS = 32
 STRIPS = 2
 BLOCK_COLUMNS = STRIPS * LANES
-WORD_BYTES = 4
 
 # The instructions below are given by name, which LLVM has to read.
 binding.initialize_native_asmparser()
@@ -81,13 +80,6 @@ def _instruction(name: str, sums_type: Any) -> Callable[..., Any]:
     return emit
 
 
-def _fetch(builder: Any, place: Any) -> None:
-    """Asks for a cache line, which is to be in the second level: it is not read at once."""
-    kind = ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), _I32, _I32, _I32])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(function, [place, _I32(0), _I32(2), _I32(1)])
-
-
 def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any, pointee: Any) -> Any:
     data = data_of(context, builder, array_type, array)
     return builder.bitcast(builder.gep(data, [index]), pointee.as_pointer())
@@ -126,7 +118,8 @@ def _vector_block(rows: int, strips: int, multiply_add: Callable[..., Any], sums
                     for column in range(strips):
                         place = builder.add(offset, builder.mul(strip_, i64(column)))
                         if ahead:
-                            _fetch(builder, _address(context, builder, weights, w_, builder.add(asked, place), _BYTE))
+                            # For the second level: it is not read at once.
+                            ask_for(builder, bytes_of(context, builder, weights, w_, builder.add(asked, place)), 2)
                         place = builder.add(wi_, place)
                         read.append(
                             builder.load(_address(context, builder, weights, w_, place, _I32X16), align=WORD_BYTES)

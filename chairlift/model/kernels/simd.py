@@ -19,7 +19,7 @@ from llvmlite import binding, ir
 from numba.core import cgutils, types
 from numba.extending import models, register_model
 
-from chairlift.model.kernels.memory import data_of, operation
+from chairlift.model.kernels.memory import ask_for, bytes_of, data_of, operation
 
 LANES = 16
 
@@ -27,7 +27,6 @@ _I8 = ir.VectorType(ir.IntType(8), LANES)
 _I16 = ir.VectorType(ir.IntType(16), LANES)
 _I32 = ir.VectorType(ir.IntType(32), LANES)
 _F32 = ir.VectorType(ir.FloatType(), LANES)
-_MASK = ir.VectorType(ir.IntType(1), LANES)
 
 # Minimax polynomial of 2^x on [-0.5, 0.5], highest power first; its relative error is below 2e-7.
 _EXP2 = (1.5353e-04, 1.33988e-03, 9.61843e-03, 5.550332e-02, 2.4022648e-01, 6.9314718e-01, 1.0)
@@ -83,15 +82,28 @@ def _pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any
 
 def _stored(array_type: Any) -> Any:
     """What lanes are in such an array."""
-    kinds = {types.float32: _F32, types.int16: _I16, types.int8: _I8}
+    kinds = {types.float32: _F32, types.int32: _I32, types.int16: _I16, types.int8: _I8}
     if array_type.dtype not in kinds:
-        raise TypeError(f"vectors are loaded from float32, int16 or int8, not {array_type.dtype}")
+        raise TypeError(f"vectors are loaded from float32, int32, int16 or int8, not {array_type.dtype}")
     return kinds[array_type.dtype]
 
 
 def _rounded_to_int8(builder: Any, lanes: Any) -> Any:
     bits = builder.bitcast(builder.fadd(lanes, _splat(builder, _float(_ROUND))), _I32)
     return builder.trunc(bits, _I8)
+
+
+def _rounded_to_bfloat16(builder: Any, lanes: Any) -> Any:
+    if binding.get_host_cpu_features().get("avx512bf16"):
+        # By its name, since what LLVM calls the instruction changes from version to version.
+        return builder.asm(ir.FunctionType(_I16, [_F32]), "vcvtneps2bf16 $1, $0", "=v,v", [lanes], False)
+    bits = builder.bitcast(lanes, _I32)
+    sixteen, one, half, quiet = (_splat(builder, ir.Constant(ir.IntType(32), c)) for c in (16, 1, 0x7FFF, 0x7FC0))
+    odd = builder.and_(builder.lshr(bits, sixteen), one)
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, half)), sixteen)
+    # Rounding would carry a NaN over into a number.
+    nan = builder.fcmp_unordered("uno", lanes, lanes)
+    return builder.trunc(builder.select(nan, quiet, rounded), _I16)
 
 
 @operation
@@ -104,6 +116,8 @@ def load(typing_context: Any, array: Any, index: Any) -> tuple[Any, Callable[...
         lanes = builder.load(pointer, align=array.dtype.bitwidth // 8)
         if stored is _F32:
             return lanes
+        if stored is _I32:
+            return builder.sitofp(lanes, _F32)
         if stored is _I8:
             return builder.sitofp(builder.sext(lanes, _I32), _F32)
         high = builder.shl(builder.zext(lanes, _I32), _splat(builder, ir.Constant(ir.IntType(32), 16)))
@@ -123,19 +137,8 @@ def store(typing_context: Any, array: Any, index: Any, lanes: Any) -> tuple[Any,
         stored, value = _stored(array), arguments[2]
         if stored is _I8:
             value = _rounded_to_int8(builder, value)
-        if stored is _I16 and binding.get_host_cpu_features().get("avx512bf16"):
-            # By its name, since what LLVM calls the instruction changes from version to version.
-            value = builder.asm(ir.FunctionType(_I16, [_F32]), "vcvtneps2bf16 $1, $0", "=v,v", [value], False)
-        elif stored is _I16:
-            bits = builder.bitcast(value, _I32)
-            sixteen, one, half, quiet = (
-                _splat(builder, ir.Constant(ir.IntType(32), c)) for c in (16, 1, 0x7FFF, 0x7FC0)
-            )
-            odd = builder.and_(builder.lshr(bits, sixteen), one)
-            rounded = builder.lshr(builder.add(bits, builder.add(odd, half)), sixteen)
-            # Rounding would carry a NaN over into a number.
-            nan = builder.fcmp_unordered("uno", value, value)
-            value = builder.trunc(builder.select(nan, quiet, rounded), _I16)
+        if stored is _I16:
+            value = _rounded_to_bfloat16(builder, value)
         pointer = _pointer(context, builder, array, arguments[0], arguments[1], stored)
         builder.store(value, pointer, align=array.dtype.bitwidth // 8)
         return context.get_dummy_value()
@@ -144,32 +147,59 @@ def store(typing_context: Any, array: Any, index: Any, lanes: Any) -> tuple[Any,
 
 
 @operation
-def interleave(
-    typing_context: Any, array: Any, i: Any, j: Any, target: Any, index: Any
+def store_in_turns(
+    typing_context: Any, array: Any, index: Any, turn: Any, lanes: Any
 ) -> tuple[Any, Callable[..., Any]]:
-    """Writes the 16 numbers from ``array[i]`` and those from ``array[j]`` on in turns, as bfloat16.
+    """Writes the lanes as :func:`store` does, but one number to each word of four bytes from ``array[index]`` on.
 
-    The array holds bfloat16 or int8; 32 numbers are written from ``target[index]`` on.
+    Of bfloat16 or int8; which number of the words is ``turn``. What else the words hold is not touched, since others
+    may be writing it.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        stored, halves = _stored(array), []
-        for place in arguments[1:3]:
-            lanes = builder.load(
-                _pointer(context, builder, array, arguments[0], place, stored), align=array.dtype.bitwidth // 8
-            )
-            if stored is _I8:
-                # A number of eight bits fills no more than the upper half of a float32.
-                bits = builder.bitcast(builder.sitofp(builder.sext(lanes, _I32), _F32), _I32)
-                lanes = builder.trunc(builder.lshr(bits, _splat(builder, ir.Constant(ir.IntType(32), 16))), _I16)
-            halves.append(lanes)
-        order = [lane + half * LANES for lane in range(LANES) for half in range(2)]
-        mask = ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), order)
-        both = builder.shuffle_vector(*halves, mask)
-        builder.store(both, _pointer(context, builder, target, arguments[3], arguments[4], both.type), align=2)
+        round_, bits = {types.int16: (_rounded_to_bfloat16, 16), types.int8: (_rounded_to_int8, 8)}[array.dtype]
+        count, word = 32 // bits, ir.IntType(32)
+        turn = builder.trunc(arguments[2], word)
+        numbers = builder.zext(round_(builder, arguments[3]), _I32)
+        numbers = builder.shl(numbers, _splat(builder, builder.mul(turn, word(bits))))
+        kind, wide = ir.VectorType(ir.IntType(bits), LANES * count), ir.IntType(LANES * count)
+        mask = builder.shl(wide(sum(1 << i for i in range(0, LANES * count, count))), builder.zext(turn, wide))
+        mask = builder.bitcast(mask, ir.VectorType(ir.IntType(1), LANES * count))
+        to = _pointer(context, builder, array, arguments[0], arguments[1], kind)
+        name = f"llvm.masked.store.v{LANES * count}i{bits}.p0"
+        masked = _external(builder, ir.VoidType(), [kind, to.type, word, mask.type], name)
+        builder.call(masked, [builder.bitcast(numbers, kind), to, word(bits // 8), mask])
         return context.get_dummy_value()
 
-    return types.void(array, types.intp, types.intp, target, types.intp), generate
+    return types.void(array, types.intp, types.intp, vector), generate
+
+
+@operation
+def pair_up(typing_context: Any, a: Any, b: Any, target: Any, index: Any) -> tuple[Any, Callable[..., Any]]:
+    """Writes the lanes of two vectors in turns, as bfloat16: 32 numbers from ``target[index]`` on."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        halves = [_rounded_to_bfloat16(builder, lanes) for lanes in arguments[:2]]
+        order = [lane + half * LANES for lane in range(LANES) for half in range(2)]
+        both = builder.shuffle_vector(*halves, ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), order))
+        builder.store(both, _pointer(context, builder, target, arguments[2], arguments[3], both.type), align=2)
+        return context.get_dummy_value()
+
+    return types.void(vector, vector, target, types.intp), generate
+
+
+@operation
+def byte_of_words(typing_context: Any, words: Any, index: Any, byte: Any) -> tuple[Any, Callable[..., Any]]:
+    """One int8 number of each of sixteen words from ``words[index]`` on (int32)."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        lanes = builder.load(_pointer(context, builder, words, arguments[0], arguments[1], _I32), align=4)
+        word = ir.IntType(32)
+        up = builder.sub(word(24), builder.mul(builder.trunc(arguments[2], word), word(8)))
+        signed = builder.ashr(builder.shl(lanes, _splat(builder, up)), _splat(builder, word(24)))
+        return builder.sitofp(signed, _F32)
+
+    return vector(words, types.intp, types.intp), generate
 
 
 @operation
@@ -177,14 +207,36 @@ def prefetch(typing_context: Any, array: Any, index: Any) -> tuple[Any, Callable
     """Asks for the cache line of ``array[index]``, which will be read soon."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        function = _external(builder, ir.VoidType(), [byte, number, number, number], "llvm.prefetch.p0")
-        pointer = _pointer(context, builder, array, arguments[0], arguments[1], ir.IntType(8))
-        # To read, to be kept in every level of the cache, data.
-        builder.call(function, [pointer, number(0), number(3), number(1)])
+        ask_for(builder, bytes_of(context, builder, array, *arguments), 3)
         return context.get_dummy_value()
 
     return types.void(array, types.intp), generate
+
+
+def _store_halves(*, signed: bool) -> Any:
+    @operation
+    def store(typing_context: Any, array: Any, high: Any, low: Any, lanes: Any) -> tuple[Any, Callable[..., Any]]:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            bits = builder.bitcast(builder.fadd(arguments[3], _splat(builder, _float(_ROUND))), _I32)
+            whole = builder.sub(bits, _splat(builder, builder.bitcast(_float(_ROUND), ir.IntType(32))))
+            lower = builder.trunc(whole, _I8)
+            if signed:
+                whole = builder.sub(whole, builder.sext(lower, _I32))
+            upper = builder.trunc(builder.lshr(whole, _splat(builder, ir.Constant(ir.IntType(32), 8))), _I8)
+            for place, half in zip(arguments[1:3], (upper, lower), strict=True):
+                builder.store(half, _pointer(context, builder, array, arguments[0], place, _I8), align=1)
+            return context.get_dummy_value()
+
+        return types.void(array, types.intp, types.intp, vector), generate
+
+    return store
+
+
+store_signed_halves = _store_halves(signed=True)
+"""Writes numbers, rounded to integers of at most 127 × 256 in size, as two int8 each, of which the first counts 256
+times: to ``array[high:high + 16]`` and ``array[low:low + 16]`` of int8."""
+store_unsigned_halves = _store_halves(signed=False)
+"""The same for numbers from 0 to 65,535, as two unsigned bytes each."""
 
 
 @operation
@@ -275,18 +327,43 @@ def divide(typing_context: Any, a: Any, b: Any) -> tuple[Any, Callable[..., Any]
     return vector(vector, vector), generate
 
 
+def _between(builder: Any, first: Any, last: Any) -> Any:
+    lane = ir.Constant(ir.VectorType(ir.IntType(64), LANES), list(range(LANES)))
+    return builder.and_(
+        builder.icmp_signed(">=", lane, _splat(builder, first)), builder.icmp_signed("<", lane, _splat(builder, last))
+    )
+
+
 @operation
 def keep_between(typing_context: Any, a: Any, low: Any, high: Any) -> tuple[Any, Callable[..., Any]]:
     """Lanes ``low <= lane < high`` of ``a``; minus infinity in the others."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        value, first, last = arguments
-        lane = ir.Constant(ir.VectorType(ir.IntType(64), LANES), list(range(LANES)))
-        kept = builder.and_(
-            builder.icmp_signed(">=", lane, _splat(builder, first)),
-            builder.icmp_signed("<", lane, _splat(builder, last)),
-        )
+        kept = _between(builder, *arguments[1:])
+        return builder.select(kept, arguments[0], _splat(builder, _float(float("-inf"))))
+
+    return vector(vector, types.int64, types.int64), generate
+
+
+@operation
+def keep_tokens(typing_context: Any, a: Any, token: Any, lows: Any, highs: Any) -> tuple[Any, Callable[..., Any]]:
+    """Lanes of ``a`` where ``lows <= token < highs``; minus infinity in the others."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        value, scalar, first, last = arguments
+        token = _splat(builder, scalar)
+        kept = builder.and_(builder.fcmp_ordered(">=", token, first), builder.fcmp_ordered("<", token, last))
         return builder.select(kept, value, _splat(builder, _float(float("-inf"))))
+
+    return vector(vector, types.float32, vector, vector), generate
+
+
+@operation
+def zero_outside(typing_context: Any, a: Any, low: Any, high: Any) -> tuple[Any, Callable[..., Any]]:
+    """Lanes ``low <= lane < high`` of ``a``; zero in the others, whatever they hold."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.select(_between(builder, *arguments[1:]), arguments[0], _splat(builder, _float(0.0)))
 
     return vector(vector, types.int64, types.int64), generate
 

@@ -20,17 +20,15 @@ from llvmlite import binding, ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from chairlift.model.kernels.memory import data_of
+from chairlift.model.kernels.memory import WORD_BYTES, bytes_of
 
 TILE_ROWS = 16
 TILE_BYTES = 64
 CONFIG_BYTES = 64
-WORD_BYTES = 4
 # Linux hands out the tiles' state only to processes that ask: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
 _SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 _I8, _I64 = ir.IntType(8), ir.IntType(64)
-_BYTES = _I8.as_pointer()
 
 
 @cache
@@ -53,12 +51,8 @@ def full_tiles() -> np.ndarray[Any, np.dtype[np.uint8]]:
     return config
 
 
-def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
-    data = data_of(context, builder, array_type, array)
-    return builder.bitcast(builder.gep(data, [index]), _BYTES)
-
-
-def _emit(builder: Any, name: str, *arguments: Any) -> None:
+def emit(builder: Any, name: str, *arguments: Any) -> None:
+    """For intrinsics: one of LLVM's ``llvm.x86`` operations."""
     kinds = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
     builder.call(cgutils.get_or_insert_function(builder.module, kinds, f"llvm.x86.{name}"), arguments)  # type: ignore[no-untyped-call]
 
@@ -67,7 +61,7 @@ def _config_operation(name: str) -> Any:
     @intrinsic
     def operation(typing_context: Any, config: Any) -> tuple[Any, Callable[..., Any]]:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _emit(builder, name, _address(context, builder, config, arguments[0], _I64(0)))
+            emit(builder, name, bytes_of(context, builder, config, arguments[0], _I64(0)))
             return context.get_dummy_value()
 
         return types.void(config), generate
@@ -87,7 +81,7 @@ def clear_block(typing_context: Any) -> tuple[Any, Callable[..., Any]]:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         for tile in range(4):
-            _emit(builder, "tilezero", _I8(tile))
+            emit(builder, "tilezero", _I8(tile))
         return context.get_dummy_value()
 
     return types.void(), generate
@@ -102,7 +96,7 @@ def _move(name: str, rows: int) -> Any:
             for tile in range(2 * rows):
                 place = builder.add(index_, builder.mul(stride_, _I64(TILE_ROWS * (tile // 2))))
                 place = builder.add(place, _I64(TILE_ROWS * (tile % 2)))
-                _emit(builder, name, _I8(tile), _address(context, builder, array, array_, place), pitch)
+                emit(builder, name, _I8(tile), bytes_of(context, builder, array, array_, place), pitch)
             return context.get_dummy_value()
 
         return types.void(array, types.intp, types.intp), generate
@@ -126,14 +120,14 @@ def _multiply(product: str, rows: int) -> Any:
             a_, ai_, stride_, b_, bi_, pitch_, strip_ = arguments
 
             def load(tile: int, kind: Any, array: Any, place: Any, stride: Any) -> None:
-                address = _address(context, builder, kind, array, place)
-                _emit(builder, "tileloadd64", _I8(tile), address, builder.mul(stride, _I64(WORD_BYTES)))
+                address = bytes_of(context, builder, kind, array, place)
+                emit(builder, "tileloadd64", _I8(tile), address, builder.mul(stride, _I64(WORD_BYTES)))
 
             def load_rows(row: int) -> None:
                 load(4 + row, a, a_, builder.add(ai_, builder.mul(stride_, _I64(TILE_ROWS * row))), stride_)
 
             def multiply(row: int, column: int) -> None:
-                _emit(builder, product, _I8(2 * row + column), _I8(4 + row), _I8(6 + column))
+                emit(builder, product, _I8(2 * row + column), _I8(4 + row), _I8(6 + column))
 
             # Each load stands where a product can run beside it.
             load(6, b, b_, bi_, pitch_)

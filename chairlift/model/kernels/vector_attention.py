@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,30 +15,45 @@ from chairlift.model.kernels.attention_items import (
     PADDED,
     POSITION,
     SEGMENT,
-    Scratch,
     fetch,
     gather_scales,
-    soften,
+    head_of_block,
+    place_of,
 )
 from chairlift.model.kernels.compiling import compiled
 from chairlift.model.kernels.memory import for_threads
-from chairlift.model.kernels.simd import LANES, broadcast, fma, load, splat, store
+from chairlift.model.kernels.simd import LANES, broadcast, exp2, fma, keep_between, largest, load, maximum, splat, store
 
 ROWS = PADDED
 
 
-def vector_scratch(threads: int, tile: int, head_dim: int, cache_dtype: npt.DTypeLike) -> Scratch:
-    """Working memory: scores and weights of four rows, and keys where blocks are shorter than a vector."""
-    scores = for_threads(threads, ROWS * SEGMENT, np.float32)
-    return Scratch(
+class VectorScratch(NamedTuple):
+    """Working memory of all threads, or pointers to that of one, float32.
+
+    ``query`` and ``output`` hold an item's rows, ``maxima`` and ``sums`` the state of their softmax (the sums in 16
+    lanes). ``scores``, which become weights, are those of four rows and a segment; ``keys`` are a segment's, where
+    blocks are shorter than a vector; ``key_scales`` and ``value_scales`` are its scales.
+    """
+
+    query: Any
+    output: Any
+    maxima: Any
+    sums: Any
+    scores: Any
+    keys: Any
+    key_scales: Any
+    value_scales: Any
+
+
+def vector_scratch(threads: int, tile: int, head_dim: int, cache_dtype: npt.DTypeLike) -> VectorScratch:
+    """Working memory for so many threads."""
+    return VectorScratch(
         query=for_threads(threads, tile * head_dim, np.float32),
         output=for_threads(threads, tile * head_dim, np.float32),
         maxima=for_threads(threads, tile, np.float32),
         sums=for_threads(threads, tile * LANES, np.float32),
-        scores=scores,
-        weights=scores,
+        scores=for_threads(threads, ROWS * SEGMENT, np.float32),
         keys=for_threads(threads, head_dim * SEGMENT, cache_dtype),
-        values=np.empty(0, np.float32),
         key_scales=for_threads(threads, SEGMENT, np.float32),
         value_scales=for_threads(threads, SEGMENT, np.float32),
     )
@@ -87,22 +102,58 @@ def _score_two(query: Any, q: int, dim: int, keys: Any, k: int, other: int, stri
 
 
 @compiled
+def _soften_row(scratch: Any, row: int, s: int, size: int, low: int, high: int, scaled: bool) -> Any:
+    """Turns a row's scores, from ``s`` on, into weights relative to its running maximum, which stand at the same place.
+
+    Tokens outside [low, high) weigh nothing. Where keys and values are ``scaled``, scores take the keys' scales first,
+    and weights the values' in the end. Returns what the row's output has to be multiplied with, in all lanes.
+    """
+    scores, maxima, sums = scratch.scores, scratch.maxima, scratch.sums
+    old = maxima[row]
+    peak, zero = splat(old), splat(np.float32(0))
+    for i in range(0, size, LANES):
+        lanes = load(scores, s + i)
+        if scaled:
+            lanes = fma(lanes, load(scratch.key_scales, i), zero)
+            store(scores, s + i, lanes)
+        if low > i or high < i + LANES:
+            lanes = keep_between(lanes, low - i, high - i)
+            store(scores, s + i, lanes)
+        peak = maximum(lanes, peak)
+    new = largest(peak)
+    maxima[row] = new
+    # A row that has seen nothing yet has no maximum to subtract.
+    base = np.float32(0) if new == -np.inf else new
+    one, minus = splat(np.float32(1)), splat(-base)
+    factor = exp2(fma(splat(old), one, minus))
+    running = fma(load(sums, row * LANES), factor, zero)
+    for i in range(0, size, LANES):
+        weights = exp2(fma(load(scores, s + i), one, minus))
+        running = fma(weights, one, running)
+        if scaled:
+            weights = fma(weights, load(scratch.value_scales, i), zero)
+        store(scores, s + i, weights)
+    store(sums, row * LANES, running)
+    return factor
+
+
+@compiled
 def _soften(scratch: Any, row: int, position: int, first: int, end: int, window: int, scaled: bool) -> Any:
     """Weighs the tokens [first, end) that a row at this position sees."""
     low = position + 1 - window - first if window else 0
-    return soften(scratch, row, row % ROWS * SEGMENT, end - first, low, min(position + 1, end) - first, scaled)
+    return _soften_row(scratch, row, row % ROWS * SEGMENT, end - first, low, min(position + 1, end) - first, scaled)
 
 
 @compiled
 def _accumulate(
-    scratch: Any, factors: Any, o: int, values: Any, table: Any, head: int, first: int, last: int, shape: Any
+    scratch: Any, factors: Any, o: int, pages: Any, table: Any, head: int, first: int, last: int, shape: Any
 ) -> None:  # fmt: skip
     """Multiplies four rows of the output with ``factors``, and adds the weighted values of tokens [first, last).
 
     It takes 32 columns at a time, or 16.
     """
-    dim, shift = shape.head_dim, shape.block_shift
-    output, weights, zero = scratch.output, scratch.weights, splat(np.float32(0))
+    dim, shift, values = shape.head_dim, shape.block_shift, pages.values
+    output, weights, zero = scratch.output, scratch.scores, splat(np.float32(0))
     f0, f1, f2, f3 = factors
     for d in range(0, dim, 2 * LANES):
         second = d + LANES if d + LANES < dim else d  # the same again, where there is only one
@@ -113,8 +164,7 @@ def _accumulate(
         token = first
         while token < last:
             end = min(last, ((token >> shift) + 1) << shift)
-            block = np.int64(table[token >> shift]) * shape.num_kv_heads + head
-            v = ((block << shift) + (token & ((1 << shift) - 1))) * dim
+            v = place_of(pages, table, token, head, shape)
             for s in range(token - first, end - first):
                 value, beside = load(values, v + d), load(values, v + second)
                 w0, w1 = broadcast(weights, s), broadcast(weights, s + SEGMENT)
@@ -136,27 +186,25 @@ def _accumulate(
 
 
 @compiled
-def _gather_keys(bits: Any, keys: Any, table: Any, head: int, first: int, last: int, shape: Any) -> None:
-    """Copies the keys of tokens [first, last) to ``keys`` as [dim, SEGMENT], where blocks are shorter than a vector."""
-    shift = shape.block_shift
-    for token in range(first, last):
-        block = np.int64(table[token >> shift]) * shape.num_kv_heads + head
-        k = ((block * shape.head_dim) << shift) + (token & ((1 << shift) - 1))
-        for d in range(shape.head_dim):
-            keys[d * SEGMENT + token - first] = bits[k + (d << shift)]
+def _key(pages: Any, table: Any, token: int, head: int, shape: Any) -> Any:
+    """Where the keys of a token and those behind it in its block begin."""
+    offset = token & ((1 << shape.block_shift) - 1)
+    return head_of_block(table, token, head, shape) * pages.width + offset
 
 
 @compiled
-def _key(table: Any, token: int, head: int, shape: Any) -> Any:
-    """Where the keys of a token and those behind it in its block begin."""
-    block = np.int64(table[token >> shape.block_shift]) * shape.num_kv_heads + head
-    return ((block * shape.head_dim) << shape.block_shift) + (token & ((1 << shape.block_shift) - 1))
+def _gather_keys(pages: Any, keys: Any, table: Any, head: int, first: int, last: int, shape: Any) -> None:
+    """Copies the keys of tokens [first, last) to ``keys`` as [dim, SEGMENT], where blocks are shorter than a vector."""
+    for token in range(first, last):
+        k = _key(pages, table, token, head, shape)
+        for d in range(shape.head_dim):
+            keys[d * SEGMENT + token - first] = pages.keys[k + (d << shape.block_shift)]
 
 
 @compiled
 def attend_in_vectors(item: Any, pages: Any, table: Any, shape: Any, scratch: Any) -> None:
     """Attends with the rows in ``scratch.query`` to the item's tokens; leaves the state of the softmax in scratch."""
-    keys, values, scaled = pages.keys, pages.values, pages.scaled
+    keys, scaled = pages.keys, pages.scaled
     group = shape.num_heads // shape.num_kv_heads
     dim, shift, head = shape.head_dim, shape.block_shift, item[KV_HEAD]
     block_size = 1 << shift
@@ -168,7 +216,7 @@ def attend_in_vectors(item: Any, pages: Any, table: Any, shape: Any, scratch: An
         if scaled:
             gather_scales(pages, table, head, first, last, shape, scratch)
         if block_size < LANES:
-            _gather_keys(keys, scratch.keys, table, head, first, last, shape)
+            _gather_keys(pages, scratch.keys, table, head, first, last, shape)
         for row in range(0, num_rows, ROWS):
             newest = item[POSITION] + (min(row + ROWS, num_rows) - 1) // group
             end = min(last, newest + 1)
@@ -184,9 +232,9 @@ def attend_in_vectors(item: Any, pages: Any, table: Any, shape: Any, scratch: An
                     else:
                         _score(scratch.query, row * dim, dim, scratch.keys, s, SEGMENT, scratch.scores, s)
                 else:
-                    k = _key(table, token, head, shape)
+                    k = _key(pages, table, token, head, shape)
                     if two:
-                        other = _key(table, token + LANES, head, shape)
+                        other = _key(pages, table, token + LANES, head, shape)
                         _score_two(scratch.query, row * dim, dim, keys, k, other, block_size, scratch.scores, s)
                     else:
                         _score(scratch.query, row * dim, dim, keys, k, block_size, scratch.scores, s)
@@ -197,4 +245,4 @@ def attend_in_vectors(item: Any, pages: Any, table: Any, shape: Any, scratch: An
                 _soften(scratch, row + 2, item[POSITION] + (row + 2) // group, first, end, shape.window, scaled),
                 _soften(scratch, row + 3, item[POSITION] + (row + 3) // group, first, end, shape.window, scaled),
             )
-            _accumulate(scratch, factors, row * dim, values, table, head, first, end, shape)
+            _accumulate(scratch, factors, row * dim, pages, table, head, first, end, shape)

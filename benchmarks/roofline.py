@@ -8,11 +8,15 @@ A step is everything between a plan and its sampled tokens. Its ceiling is the t
 machine's matrix peak, or that its weights, keys and values take to be read at the machine's bandwidth, whichever is
 longer; both are measured in the same run. The stages are those of the kernel that runs a step, as its first thread saw
 them; "head" is the product with the output embeddings, and "rest" what is left: sampling, laying the batch out, Python.
+
+Each sequence's blocks lie in random order, as they do after a while of serving, and hold numbers: reading memory that
+nobody has written takes no time, since all of it is one page of zeros.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import time
 from typing import Any
@@ -46,12 +50,17 @@ def ticks_per_second() -> float:
     return (_ticks() - first) / (time.perf_counter() - started)
 
 
-def decode_step(sequences: int, context: int) -> StepPlan:
-    """A step in which so many sequences of that context get one token each."""
-    blocks = context // BLOCK_SIZE + 1
+def blocks_of(context: int) -> int:
+    """KV blocks of a sequence, with its next token."""
+    return context // BLOCK_SIZE + 1
+
+
+def decode_step(sequences: int, context: int, num_blocks: int) -> StepPlan:
+    """A step in which so many sequences of that context, spread over ``num_blocks``, get one token each."""
+    blocks = blocks_of(context)
+    order = random.Random(0).sample(range(num_blocks), sequences * blocks)
     chunks = [
-        SequenceChunk(str(i), [i + 1], context, list(range(i * blocks, (i + 1) * blocks)), GREEDY)
-        for i in range(sequences)
+        SequenceChunk(str(i), [i + 1], context, order[i * blocks : (i + 1) * blocks], GREEDY) for i in range(sequences)
     ]
     return StepPlan(0, chunks, RowCounts(decode=sequences))
 
@@ -95,7 +104,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
     threads, most = available_cores(), max(arguments.contexts) + 1
-    blocks = max(arguments.sequences) * (most // BLOCK_SIZE + 1)
+    blocks = max(arguments.sequences) * blocks_of(most)
     options: dict[str, Any] = {"max_num_seqs": max(arguments.sequences), "max_model_len": most}
     executor = LocalExecutor(
         EngineConfig(
@@ -104,6 +113,7 @@ def main() -> None:
         )
     )  # fmt: skip
     capacity = executor.capacity()
+    executor.kv.layers.numbers[:, :blocks].fill_(1)
     model = executor.model
     if not isinstance(model, FusedCausalLM):
         parser.error("this model does not run in fused steps here")
@@ -116,10 +126,10 @@ def main() -> None:
     print(f"{'seqs':>5}{'context':>8}{'ms':>9}{'ceiling':>9}{'share':>7}   of the step, by stage, in %")
     for context in arguments.contexts:
         for sequences in arguments.sequences:
-            plan = decode_step(sequences, context)
-            if sequences * len(plan.chunks[0].block_table) > capacity.num_blocks:
+            if sequences * blocks_of(context) > capacity.num_blocks:
                 print(f"{sequences:>5}{context:>8}   does not fit into the {capacity.num_blocks} KV blocks there are")
                 continue
+            plan = decode_step(sequences, context, min(blocks, capacity.num_blocks))
             step, stages = measure(executor, model, plan, arguments.repeats, rate)
             operations, read = work(model, sequences, context, capacity.kv_bytes_per_token)
             ceiling = max(operations / peak, read / bandwidth)

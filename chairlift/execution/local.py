@@ -9,6 +9,7 @@ import torch
 from chairlift.config import EngineConfig, available_cores
 from chairlift.cores import bind, unbind
 from chairlift.engine.executor import Capacity
+from chairlift.execution.kv_store import KVStore
 from chairlift.execution.memory import available_host_memory
 from chairlift.execution.runner import ModelRunner
 from chairlift.execution.setup import Setup
@@ -61,20 +62,26 @@ class LocalExecutor:
     @property
     def model(self) -> Decoder:
         """The model that it runs."""
+        return self._open_runner().model
+
+    @property
+    def kv(self) -> KVStore:
+        """The memory of its keys and values."""
+        return self._open_runner().kv
+
+    def _open_runner(self) -> ModelRunner:
         if self._runner is None:
             raise RuntimeError("the executor is closed")
-        return self._runner.model
+        return self._runner
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Computes one step and returns the sampled tokens in plan order.
 
         A request for which the model computes nonsense is reported as failed, and costs the others nothing.
         """
-        if self._runner is None:
-            raise RuntimeError("the executor is closed")
-        started = time.perf_counter()
+        runner, started = self._open_runner(), time.perf_counter()
         # Sampled tokens come back as numbers, so the device has finished when they are here.
-        done = self._runner.run(plan)
+        done = runner.run(plan)
         elapsed = time.perf_counter() - started
         return StepResult(done.token_ids, elapsed, done.failed, done.logprobs, done.prompt_logprobs)
 

@@ -21,7 +21,7 @@ from support.random_model import SIZES, cpu_attention, load, one_thread, random_
 from chairlift.config import ConfigError
 from chairlift.execution.kv_store import KVStore
 from chairlift.execution.sampler import NonFiniteLogitsError, sample
-from chairlift.model.attention.base import BatchLayout, LayerKVs, kv_width
+from chairlift.model.attention.base import BatchLayout, KVLayout, LayerKVs, kv_width
 from chairlift.model.attention.reference import ReferenceAttention
 from chairlift.model.fused import FusedCausalLM, unsupported
 from chairlift.model.kernels import kinds, products, tiles
@@ -450,6 +450,18 @@ def test_products_of_a_row(precision: str, width: int, strips: int) -> None:
 def test_weights_that_do_not_fill_words_are_refused() -> None:
     with pytest.raises(ValueError, match="whole words"):
         products.pack(np.zeros((4, 6), np.int8))
+
+
+def test_a_cache_that_lies_otherwise_is_refused(tmp_path: Path) -> None:
+    model = load(saved(tmp_path))
+    attention, rows = cpu_attention(model), torch.arange(3)
+    fused, step = FusedCausalLM(model, attention), (rows, torch.zeros(3, dtype=torch.int64))
+    prepared = attention.prepare(one_token_each(3))
+    shape = (model.config.num_layers, 3, model.config.num_kv_heads, kv_width(16, model.config.head_dim, torch.float32))
+    for layout, block_size in ((KVLayout(keys_by_token=True), 16), (attention.kv_layout(torch.float32), 8)):
+        kv = LayerKVs(layout, torch.zeros(shape), block_size)
+        with pytest.raises(ValueError, match="this backend reads blocks of 16"):
+            fused(*step, kv, attention, prepared, rows)
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])

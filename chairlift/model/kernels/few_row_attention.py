@@ -319,7 +319,7 @@ def _added_by_type(pages, scratch, place, row, below):  # type: ignore[no-untype
 
 
 @compiled
-def _turn_query(pages: Any, num_rows: int, operand_rows: int, dim: int, scratch: Any) -> None:
+def _turn_query(pages: Any, operand_rows: int, dim: int, scratch: Any) -> None:
     """Makes columns of the query's rows, with zeros behind what does not fill a tile."""
     rounded, words = as_words(scratch.rounded), scratch.words
     width = dim * pages.itemsize // WORD_BYTES
@@ -413,7 +413,7 @@ def attend_with_few_rows(
     rows = -(-num_rows // PADDED) * PADDED
     operand_rows, places, window = _operand_rows(pages, rows), scratch.places, shape.window
     _round(pages, num_rows, rows, dim, scratch)
-    _turn_query(pages, num_rows, operand_rows, dim, scratch)
+    _turn_query(pages, operand_rows, dim, scratch)
     for first in range(item[FIRST], item[LAST], SPAN):
         last = min(first + SPAN, item[LAST])
         tokens = last - first
